@@ -5,6 +5,7 @@ A previously tuned program (`cutesuper.store`) takes the place of the search.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ from cutesuper.skeletons.planner import KernelPlan, make_plan
 from cutesuper.skeletons.variants import planned
 from cutesuper.targets import H100, H200, TARGETS, Target, find_target
 from cutesuper.verify.equivalence import Verification, Verifier
+from cutesuper.verify.narrowing import narrows
 
 #: programs up to this many multiply-adds, and elements of all values together, are also checked at
 #: their real extents (about 1 s; the softmax of 4096x65536 took 110 s)
@@ -343,6 +345,40 @@ def find(
     return choose(graph, options, on_progress, near=NEAR, most_us=most_us)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a search; can be pickled, to come from another process.
+
+    Attributes:
+        found: the result of `find`, or its error.
+        seconds: that it took.
+    """
+
+    found: tuple[SearchResult, Choice] | CutesuperError
+    seconds: float
+
+    def result(self) -> tuple[SearchResult, Choice]:
+        """The result of `find`. Raises what it raised."""
+        if isinstance(self.found, CutesuperError):
+            raise self.found
+        return self.found
+
+
+def outcome(
+    graph: KernelGraph,
+    options: Options,
+    most_us: float = inf,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Outcome:
+    """The end of `find` with these arguments."""
+    start = time.perf_counter()
+    try:
+        found = find(graph, options, on_progress, most_us)
+    except CutesuperError as error:
+        found = frameless(error)
+    return Outcome(found, time.perf_counter() - start)
+
+
 def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
     """The tuned program for a graph, verified and planned like any candidate; None if no valid one
     is stored. An invalid one is skipped with a warning."""
@@ -496,9 +532,10 @@ def fault(graph: KernelGraph, mu: MuGraph) -> str | None:
 def check_numbers(graph: KernelGraph, mu: MuGraph) -> None:
     """Refuse a program that rounds to float16 a value that float16 cannot hold. Raises
     VerificationError."""
-    from cutesuper.verify.rounding import check_rounding  # imports torch
+    if narrows(mu):
+        from cutesuper.verify.rounding import check_rounding  # imports torch: 1.5 s in a worker
 
-    check_rounding(graph, mu)
+        check_rounding(graph, mu)
 
 
 def _verdict(verifier: Verifier, graph: KernelGraph, mu: MuGraph) -> Verification:

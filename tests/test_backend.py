@@ -31,7 +31,7 @@ from torch.nn import functional  # noqa: E402
 from cutesuper import pipeline  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
-from cutesuper.torch.compile import backend, internals, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile import ahead, backend, internals, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.options import read_options  # noqa: E402
 from tests.backends import (  # noqa: E402
     MODELS,
@@ -316,6 +316,7 @@ def test_equal_layers_are_searched_for_once(
     checked = selection._checked
     monkeypatch.setattr(selection, "_checked", lambda *a: judged.append(1) or checked(*a))
     monkeypatch.setattr(selection, "_verdicts", Kept())
+    monkeypatch.setattr(ahead, "shared", lambda: None)
     monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
     monkeypatch.setattr(region_operator, "_programs", Kept())
     model = Layers(lambda: torch.nn.Sequential(GatedMLP(16, 24), Scan()), 3).bfloat16()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import warnings
 from dataclasses import dataclass, field, replace
@@ -30,8 +31,17 @@ from torch.nn import functional  # noqa: E402
 from cutesuper import measure, pipeline  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
-from cutesuper.torch.compile import backend, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile import (  # noqa: E402
+    ahead,
+    backend,
+    case,
+    partition,
+    records,
+    region_operator,
+    selection,
+)
 from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
+from cutesuper.torch.compile.likeness import Likeness  # noqa: E402
 from cutesuper.torch.compile.options import read_options  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
 from cutesuper.torch.compile.report import (  # noqa: E402
@@ -41,7 +51,7 @@ from cutesuper.torch.compile.report import (  # noqa: E402
     Report,
 )
 from cutesuper.torch.compile.selection import Verdict  # noqa: E402
-from tests.backends import GatedMLP, Layers, compiled, judge  # noqa: E402
+from tests.backends import Attention, GatedMLP, Layers, compiled, judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
@@ -52,6 +62,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.compiler.reset()
     monkeypatch.setattr(region_operator, "_programs", Kept())
     monkeypatch.setattr(selection, "_verdicts", Kept())
+    monkeypatch.setattr(ahead, "shared", lambda: None)
     monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
 
 
@@ -351,7 +362,7 @@ def gated() -> tuple[Any, Any]:
 def test_faster_is_two_percent(
     monkeypatch: pytest.MonkeyPatch, gated: Any, ours: float, taken: bool
 ) -> None:
-    monkeypatch.setattr(selection, "halves", lambda region: None)
+    monkeypatch.setattr(case, "halves", lambda region: None)
     report = take_faster(monkeypatch, *gated, Clock([ours, 100.0]))
     [verdict] = [r.verdict for r in report.regions]
     assert verdict.taken == taken
@@ -367,12 +378,56 @@ def test_a_part_that_is_faster(monkeypatch: pytest.MonkeyPatch, gated: Any) -> N
     assert report.taken == 1
 
 
+@pytest.mark.parametrize(("factor", "theirs", "tried"), [(10.0, 1.0, False), (10.0, 1e6, True)])
+def test_what_is_out_of_reach_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, gated: Any, factor: float, theirs: float, tried: bool
+) -> None:
+    """Inductor's code is timed first where the model expects it to be faster."""
+    kept, compiled_here = selection._found, list[Any]()
+
+    def found(tried_case: Any) -> Verdict:
+        v = kept(tried_case)
+        return replace(v, predicted_us=v.baseline_us * factor)
+
+    monkeypatch.setattr(selection, "_found", found)
+    monkeypatch.setattr(selection, "_compile", compiled_here.append)
+    monkeypatch.setattr(case, "halves", lambda region: None)
+    clock = Clock([theirs, 2.0, theirs])
+    [region] = take_faster(monkeypatch, *gated, clock).regions
+    v = region.verdict
+    assert bool(compiled_here) == tried == v.taken
+    assert clock.recorded == (3 if tried else 1) and v.inductor_us == pytest.approx(theirs)
+    if not tried:
+        assert v.reason == f"{v.predicted_us:.1f} us expected, Inductor's code 1.0 us"
+        assert v.measured_us is None and region.seconds.trial > 0
+
+
+def test_the_folder_of_records_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MOST", 10)
+    records._bound.cache_clear()
+    for n in range(9):
+        records.write(("question", n), {"answer": n})
+    folder = KernelCache().root / "regions"
+    for n, path in enumerate(sorted(folder.iterdir())):
+        os.utime(path, (n, n))
+    read = next(n for n in range(9) if records._path(("question", n)) == min(folder.iterdir()))
+    assert records.read(("question", read)) == {"answer": read}, "and so it is the newest"
+    records.write(("question", 9), {"answer": 9})
+    assert len(list(folder.iterdir())) == 10, "a process looks once"
+    records._bound.cache_clear()
+    records.write(("question", 10), {"answer": 10})
+    assert len(list(folder.iterdir())) == 10
+    assert all(records.read(("question", n)) == {"answer": n} for n in (read, 10))
+    KernelCache().clear()
+    assert records.read(("question", 10)) is None and not folder.exists()
+
+
 def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
     class Refuses(Clock):
         def record(self, launch: Any, count: int) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(selection, "halves", lambda region: None)
+    monkeypatch.setattr(case, "halves", lambda region: None)
     report = take_faster(monkeypatch, *gated, Refuses([1.0]))
     assert "it cannot be timed: operation not permitted" in report.regions[0].verdict.reason
     torch.compiler.reset()
@@ -484,8 +539,8 @@ def test_a_search_that_finds_nothing(
     model, x = gated
     tried: list[int] = []
 
-    def found(program: Any, sample: Any, device: Any, take: Any) -> Verdict:
-        tried.append(len(sample.region.nodes))
+    def found(tried_case: Any) -> Verdict:
+        tried.append(len(tried_case.region.nodes))
         if tried[-1] == tried[0] or not parts:
             raise SearchError("nothing fits")
         return Verdict(True, "", predicted_us=1.0, baseline_us=2.0)
@@ -517,7 +572,7 @@ def test_wrong_kernels_are_not_used(
         return [t * 1.05 for t in made]
 
     if damage == "strides":  # views of what the operator returns put them right: take these away
-        monkeypatch.setattr(selection.Sample, "kernels", property(
+        monkeypatch.setattr(case.Sample, "kernels", property(
             lambda self: lambda *a: [t.t().contiguous().t() for t in self.module(*a)]
         ))  # fmt: skip
     else:
@@ -659,7 +714,10 @@ def test_the_text_of_a_report() -> None:
     refused = Verdict(False, "no kernels: nothing fits")
     graph = GraphReport(
         "forward",
-        (RegionReport("model.py:3-5", 12, taken, 1.25), RegionReport("model.py:9", 1, refused)),
+        (
+            RegionReport("model.py:3-5", 12, taken, case.Seconds(1.25, 0.5, 12.0)),
+            RegionReport("model.py:9", 1, refused),
+        ),
         (OutsideReport("aten.sort is no operator", tuple(f"model.py:{n}" for n in range(6)), 7),),
         3.5,
     )
@@ -668,10 +726,67 @@ def test_the_text_of_a_report() -> None:
 take='faster': 1 of 2 region(s) taken
 
 graph 0 (forward): 1 of 2 region(s) taken, decided in 3.5 s
-  region        operators  kernels  us, model     us, measured  s
-  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  1.2  taken: 9.0 us, Inductor's code 12.0 us
-  model.py:9    1          -        -             -             0.0  not taken: no kernels: nothing fits
+  region        operators  kernels  us, model     us, measured  s: search  compile  trial
+  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  1.2        0.5      12.0   taken: 9.0 us, Inductor's code 12.0 us
+  model.py:9    1          -        -             -             0.0        0.0      0.0    not taken: no kernels: nothing fits
   model.py:3-5 k0: y = relu(x)
   outside, 7 x aten.sort is no operator (model.py:0, model.py:1, model.py:2, model.py:3 and 2 more)\
 """  # noqa: E501
     assert str(report) == expected
+
+
+# --- parts that are alike -------------------------------------------------------------------------
+
+
+def test_parts_that_are_alike_have_one_kernel_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the first layer is what a conversion says of the others."""
+    alike, hits = partition._Growing._alike, list[bool]()
+
+    def checked(self: Any, nodes: Any) -> Any:
+        known = self._likeness.of(nodes) in self._made
+        found = alike(self, nodes)
+        if known:
+            try:
+                key = partition.convert(nodes).key
+            except partition.Unsupported:
+                key = None
+            hits.append(key == (None if found is None else found.key))
+        return found
+
+    monkeypatch.setattr(partition._Growing, "_alike", checked)
+    model = Layers(lambda: torch.nn.Sequential(GatedMLP(16, 24), Attention(16, 2, 1)), 3).bfloat16()
+    call, reports = compiled(model, take="all")
+    call(torch.randn(2, 4, 16).bfloat16()).float().sum().backward()
+    assert [r.phase for r in reports] == ["forward", "backward"]
+    assert len(hits) > 20 and all(hits)
+
+
+def test_parts_that_are_not_alike() -> None:
+    def f(x: Any, t: Any, mask: Any) -> Any:
+        heads = x[None, None]
+        one, other = (torch.where(m, 0.0, -torch.inf) for m in (mask[None] < 2, mask[None] < 3))
+        attend = functional.scaled_dot_product_attention
+        return (torch.exp(x), torch.exp(x.t()), torch.exp(t), torch.exp(x * 1), torch.exp(x).half(),
+                attend(heads, heads, heads, attn_mask=one),
+                attend(heads, heads, heads, attn_mask=other))  # fmt: skip
+
+    x = torch.randn(4, 4)
+    program = torch.export.export(Function(f), (x, x.clone().t(), torch.arange(4)))
+    described = Likeness(())
+    for name, kinds in (("exp", 3), ("scaled_dot", 2)):
+        nodes = [n for n in program.graph.nodes if name in str(n.target)]
+        assert len({described.of([n]) for n in nodes}) >= kinds
+        assert len({Likeness(()).of([n]) for n in (nodes[0], nodes[0])}) == 1
+    a, b, *_ = (n for n in program.graph.nodes if n.op == "placeholder")
+    assert described.of([a]) != Likeness({a}).of([a]) and described.of([a]) != described.of([b])
+
+
+class Function(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args: Any) -> Any:
+        return self.f(*args)

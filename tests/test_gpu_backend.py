@@ -146,7 +146,10 @@ def test_faster(name: str) -> None:
     timed = [r.verdict for g in report.graphs for r in g.regions if r.verdict.inductor_us]
     assert timed or name == "conv net"
     for v in timed:
-        assert v.measured_us is not None and v.inductor_us is not None
+        assert v.inductor_us is not None
+        if v.measured_us is None:  # out of reach
+            assert not v.taken and v.predicted_us > v.inductor_us * selection.REACH
+            continue
         assert v.taken == (v.measured_us <= v.inductor_us * (1 - selection.GAIN))
         assert 0.5 < v.inductor_us < 1000
 

@@ -270,7 +270,7 @@ def test_workers_take_nothing_from_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('planted')")
     script = (
         "import os, sys; from cutesuper.runtime.workers import _Worker; "
-        f"os.chdir({str(tmp_path)!r}); w = _Worker('/nowhere'); w.close(); "
+        f"os.chdir({str(tmp_path)!r}); w = _Worker(); w.close(); "
         "print(w._process.returncode)"
     )
     code = tmp_path / "main" / "main.py"

@@ -49,6 +49,8 @@ except ImportError:  # not on this system; the renames alone keep entries whole
 OBJECT, CUBIN, PTX, META = "kernel.o", "kernel.cubin", "kernel.ptx", "meta.json"
 FILES = (OBJECT, CUBIN, PTX)
 FORMAT = 1
+#: folder of what compiled models recorded of their regions (`cutesuper.torch.compile.records`)
+RECORDS = "regions"
 ROOT_VARIABLE = "CUTESUPER_CACHE"
 
 _MAX_META_BYTES = 16 << 20
@@ -186,9 +188,11 @@ class KernelCache:
                 yield entry
 
     def clear(self) -> None:
-        """Remove all entries; loaded kernels stay usable. Locks are kept: otherwise a process that
-        waits on one would hold a lock that is invisible to others."""
-        for folder in (*self._base.glob("[0-9a-f][0-9a-f]"), self._base / "tmp"):
+        """Remove all entries, and what was recorded of regions; loaded kernels stay usable. Locks
+        are kept: otherwise a process that waits on one would hold a lock that is invisible to
+        others."""
+        folders = self._base / "tmp", self._root / RECORDS
+        for folder in (*self._base.glob("[0-9a-f][0-9a-f]"), *folders):
             shutil.rmtree(folder, ignore_errors=True)
 
     @property

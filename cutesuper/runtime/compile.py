@@ -39,7 +39,7 @@ from cutesuper.runtime.resources import (
     measure,
     shared_limit,
 )
-from cutesuper.runtime.toolchain import available_processors, find_nvdisasm
+from cutesuper.runtime.toolchain import find_nvdisasm
 from cutesuper.runtime.workers import run_in_workers
 
 Flavour = Literal["tvm_ffi", "plain"]
@@ -248,7 +248,7 @@ def compile_many(
 
     Args:
         requests: the kernels; ``build`` must be picklable.
-        workers: worker processes, default one per processor that this process may use.
+        workers: worker processes of this call alone; default: the shared ones, one per processor.
         cache: default :class:`KernelCache`.
         keep_errors: put the error of a kernel in its place of the result instead of raising it.
 
@@ -265,9 +265,7 @@ def compile_many(
     }
     failures: dict[str, CompileError] = {}
     if len(missing) > 1 or (missing and workers is not None):
-        problems = run_in_workers(
-            list(missing.values()), str(cache.root), workers or available_processors()
-        )
+        problems = run_in_workers(list(missing.values()), str(cache.root), workers)
         failures = {
             digest: CompileError(problem)
             for digest, problem in zip(missing, problems, strict=True)

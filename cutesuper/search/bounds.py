@@ -39,13 +39,17 @@ class TooDear(SearchError):
 
     Attributes:
         least_us: microseconds that all programs cost at least.
+        most_us: microseconds that were allowed.
     """
 
     def __init__(self, least_us: float, most_us: float) -> None:
         super().__init__(
             f"every program takes at least {least_us:.1f} us, and {most_us:.1f} are allowed"
         )
-        self.least_us = least_us
+        self.least_us, self.most_us = least_us, most_us
+
+    def __reduce__(self) -> tuple[type[TooDear], tuple[float, float]]:
+        return type(self), (self.least_us, self.most_us)
 
 
 class Bounds:

@@ -27,7 +27,8 @@ from cutesuper.ir.unseen import guarded_mugraph
 from cutesuper.verify.equivalence import check_interface, evaluate_mugraph
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers, draw_integers
-from cutesuper.verify.rounding import RoundingRun, product_type
+from cutesuper.verify.narrowing import product_type
+from cutesuper.verify.rounding import RoundingRun
 from cutesuper.verify.tiles import CHUNK_ELEMENTS
 from cutesuper.verify.torchdomain import TorchDomain, TorchValue
 

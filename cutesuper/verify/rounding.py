@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
 from cutesuper.ir.arraymath import Array
-from cutesuper.ir.block import LOAD, BlockOp, BlockProgram, KernelStep, MuGraph
-from cutesuper.ir.dtypes import DType, float16, float32
+from cutesuper.ir.block import BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.dtypes import DType, float16
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.ir.rounding import Trials, fits, narrow, node_values, proportional
 from cutesuper.verify.extents import SizeChooser, resized_graph
 from cutesuper.verify.integers import Integers, draw_integers
+from cutesuper.verify.narrowing import computed_operands, narrows, product_type
 from cutesuper.verify.tiles import BlockRun, Mapped, Window
 from cutesuper.verify.torchdomain import TorchDomain, TorchValue, align
 
@@ -51,16 +52,6 @@ class RoundingRun(BlockRun):
         return super()._over(op, args, window)
 
 
-def product_type(step: KernelStep, mu: MuGraph) -> DType:
-    """The operand type of a kernel's products: that of the operands it loads. If it computes all of
-    them, the shortest type of its loads: statistics may be float32."""
-    ops = step.program.ops
-    operands = [ops[i] for op in ops if op.facets.contracts for i in op.inputs]
-    loads = [op for op in operands if op.kind == LOAD] or step.program.loads()
-    types = (mu.tensors[op.attributes["tensor"]].dtype for op in loads)
-    return min(types, key=lambda t: t.itemsize, default=float32)
-
-
 def check_rounding(graph: KernelGraph, mu: MuGraph) -> None:
     """Refuse a muGraph that rounds to float16 a value that float16 cannot hold.
 
@@ -71,20 +62,8 @@ def check_rounding(graph: KernelGraph, mu: MuGraph) -> None:
     Raises:
         VerificationError: names the value and the kernel.
     """
-    if any(_rounds(step, mu) for step in mu.steps):
+    if narrows(mu):
         _Check(graph.expanded(), mu).run()
-
-
-def _rounds(step: KernelStep, mu: MuGraph) -> bool:
-    """True if a kernel may round anything other than an output to float16."""
-    if any(mu.tensors[n].dtype == float16 for n in step.writes if n not in mu.outputs):
-        return True
-    return product_type(step, mu) == float16 and bool(_computed_operands(step.program))
-
-
-def _computed_operands(program: BlockProgram) -> list[int]:
-    operands = (i for op in program.ops if op.facets.contracts for i in op.inputs)
-    return [i for i in dict.fromkeys(operands) if program.ops[i].kind != LOAD]
 
 
 class _Check:
@@ -126,7 +105,7 @@ class _Check:
         multiplied: Sequence[Array],
     ) -> dict[str, Array]:
         """The stored tensors of a kernel. Raises VerificationError."""
-        wanted = _computed_operands(program) if product_type(step, self.mu) == float16 else []
+        wanted = computed_operands(program) if product_type(step, self.mu) == float16 else []
 
         def visit(i: int, x: TorchValue) -> TorchValue:
             value = _whole(x, program.ops[i])

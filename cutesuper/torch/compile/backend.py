@@ -107,7 +107,7 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
         why = f"no regions were looked for ({type(error).__name__}: {error})"
         _complain(why)
         return nothing_taken(phase, gm.graph, why)
-    decisions = [d for region in found.regions for d in decide(region, options)]
+    decisions = decide(found.regions, options)
     taken = [d for d in decisions if d.verdict.taken]
     calls = [Call(d.region, region_operator, (d.key,), region_in_place) for d in taken]
     done = {copy for call in calls for copy in changed(call).values()}

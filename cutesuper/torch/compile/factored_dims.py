@@ -83,7 +83,13 @@ def dims_of(extent: Extent) -> Dims:
 
 def leaves(dims: Iterable[Part]) -> Dims:
     """The parts of a dimension, divided as far as their factors are now."""
-    return tuple(Part(p.origin, f) for p in dims for f in _leaves(p.factor))
+    found: list[Part] = []
+    for p in dims:  # a fifth of the time of cutting a model into regions
+        if p.factor.same is None and not p.factor.parts:
+            found.append(p)
+        else:
+            found += [Part(p.origin, f) for f in _leaves(p.factor)]
+    return tuple(found)
 
 
 def factors(dims: Iterable[Part]) -> tuple[Factor, ...]:

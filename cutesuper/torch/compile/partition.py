@@ -7,8 +7,9 @@ say) end a region by themselves, because the result has no kernel graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -16,8 +17,9 @@ from torch import fx
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.graph_builder import INTEGERS, Unsupported
 from cutesuper.torch.compile.length_masks import unread
+from cutesuper.torch.compile.likeness import Likeness
 from cutesuper.torch.compile.region import Region, convert
-from cutesuper.torch.compile.table import entry_of, is_free, unknown
+from cutesuper.torch.compile.table import entry_of, is_free, products, unknown
 
 #: most nodes and products of a region: a search over more takes longer than 10 s and finds no more
 MOST_NODES, MOST_PRODUCTS = 48, 8
@@ -47,41 +49,48 @@ def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partit
     return _Growing(graph, frozenset(constants)).run()
 
 
-#: where equal regions were cut, by program and operators; 48 nodes take 0.3 s
+@dataclass(frozen=True)
+class _Part:
+    """Nodes that have a kernel graph, with its number of products of matrices."""
+
+    nodes: tuple[fx.Node, ...]
+    products: int
+
+
+#: where equal regions were cut, by program and operators
 _cuts: dict[tuple[str, ...], int] = {}
 
 
 def halves(region: Region) -> tuple[Region, Region] | None:
-    """A region in two, cut where the least data crosses; None if there is no such place."""
+    """A region in two, cut where the work is halved and, of such places, the least data crosses;
+    None if there is no place."""
     kind = (region.key, *(str(n.target) for n in region.nodes))
     place = _cuts.get(kind)
-    found = _halves(region, range(1, len(region.nodes)) if place is None else (place,))
-    if found is None:
-        return None
-    _cuts[kind] = len(found[0].nodes)
+    found = _best_cut(region) if place is None else _cut(region, place)
+    if found is not None:
+        _cuts[kind] = len(found[0].nodes)
     return found
 
 
-def _halves(region: Region, places: Iterable[int]) -> tuple[Region, Region] | None:
-    """The best cut after one of these numbers of nodes."""
-    found: list[tuple[int, int, Region, Region]] = []
-    for i in places:
-        try:
-            first = convert(region.nodes[:i])
-            second = convert(region.nodes[i:])
-        except Unsupported:
-            continue
-        balance = abs(_work(first) - _work(second))
-        carried = len(first.outputs) + len(second.inputs)
-        found.append((balance, carried, first, second))
-    if not found:
+def _cut(region: Region, place: int) -> tuple[Region, Region] | None:
+    """The region cut after a number of nodes; None if a part has no kernel graph."""
+    try:
+        return convert(region.nodes[:place]), convert(region.nodes[place:])
+    except Unsupported:
         return None
-    _, _, first, second = min(found, key=lambda f: f[:2])
-    return first, second
 
 
-def _work(region: Region) -> int:
-    return 100 * region.products + len(region.nodes)
+def _best_cut(region: Region) -> tuple[Region, Region] | None:
+    work = [0, *accumulate(100 * products(n) + 1 for n in region.nodes)]
+    apart = [abs(2 * w - work[-1]) for w in work]
+    found: list[tuple[int, int, int, tuple[Region, Region]]] = []
+    for i in sorted(range(1, len(region.nodes)), key=apart.__getitem__):
+        if found and apart[i] > found[0][0]:
+            break  # 2 conversions of 10 ms at each place
+        if (parts := _cut(region, i)) is not None:
+            carried = len(parts[0].outputs) + len(parts[1].inputs)
+            found.append((apart[i], carried, i, parts))
+    return min(found, key=lambda f: f[:3])[3] if found else None
 
 
 @dataclass
@@ -90,12 +99,17 @@ class _Growing:
 
     graph: fx.Graph
     constants: frozenset[fx.Node]
-    regions: list[Region] = field(default_factory=list)
+    regions: list[_Part] = field(default_factory=list)
     refused: dict[fx.Node, str] = field(default_factory=dict)
     _region: dict[fx.Node, int] = field(default_factory=dict)
     _place: dict[fx.Node, int] = field(default_factory=dict)
     _epoch: dict[fx.Node, int] = field(default_factory=dict)
+    _after: list[tuple[fx.Node, ...]] = field(default_factory=list)  # readers of each region
+    _made: dict[Hashable, Region | None] = field(default_factory=dict)
     _last: int = 0  # place of the last node that is in a region
+
+    def __post_init__(self) -> None:
+        self._likeness = Likeness(self.constants)
 
     def run(self) -> Partition:
         epoch = 0
@@ -113,7 +127,7 @@ class _Growing:
                 self._placed([node], products=1)
         # a region that grew in pieces is listed under several numbers
         alive = {id(r): r for n, r in enumerate(self.regions) if self._region[r.nodes[0]] == n}
-        return Partition(tuple(alive.values()), self.refused)
+        return Partition(tuple(map(self._whole, alive.values())), self.refused)
 
     def _add(self, node: fx.Node) -> None:
         if entry_of(node) is None:
@@ -158,25 +172,41 @@ class _Growing:
             return error.reason
         return "stands between parts of a region"
 
-    def _joined(self, loose: Sequence[fx.Node], chosen: Sequence[int]) -> Region | None:
+    def _joined(self, loose: Sequence[fx.Node], chosen: Sequence[int]) -> _Part | None:
         nodes = {*loose, *(n for c in chosen for n in self.regions[c].nodes)}
         together = sorted(nodes, key=self._place.__getitem__)
         if len(together) > MOST_NODES or len({self._epoch[n] for n in together}) > 1:
             return None
         if self._leaves(set(together)):
             return None
-        try:
-            region = convert(together, self.constants)
-        except Unsupported:
+        region = self._alike(together)
+        if region is None or region.products > MOST_PRODUCTS:
             return None
-        return region if region.products <= MOST_PRODUCTS else None
+        return _Part(tuple(together), region.products)
 
-    def _keep(self, region: Region) -> None:
+    def _alike(self, nodes: Sequence[fx.Node]) -> Region | None:
+        """The region of these nodes, or of nodes that are like them; None if there is none."""
+        form = self._likeness.of(nodes)
+        if form not in self._made:
+            try:
+                self._made[form] = convert(nodes, self.constants)
+            except Unsupported:
+                self._made[form] = None
+        return self._made[form]
+
+    def _whole(self, part: _Part) -> Region:
+        found = self._alike(part.nodes)
+        if found is not None and found.nodes == part.nodes:
+            return found
+        return convert(part.nodes, self.constants)
+
+    def _keep(self, region: _Part) -> None:
         self.regions.append(region)
         for n in region.nodes:
             self._region[n] = len(self.regions) - 1
             self._last = max(self._last, self._place[n])
             self.refused.pop(n, None)
+        self._after.append(tuple({u: None for n in region.nodes for u in n.users}))
 
     def _leaves(self, inside: set[fx.Node]) -> bool:
         """True if a path leaves the nodes, passes something that computes, and comes back.
@@ -185,14 +215,17 @@ class _Growing:
         """
         last = max(self._last, *(self._place[n] for n in inside))
         todo = [(u, False) for n in inside for u in n.users if u not in inside]
-        seen = set(todo)
+        seen: set[tuple[fx.Node | int, bool]] = set(todo)
         while todo:
             node, outside = todo.pop()
             if self._place.get(node, last + 1) > last:
                 continue
-            outside = outside or not is_free(node)
-            together = self.regions[self._region[node]].nodes if node in self._region else (node,)
-            for u in {u: None for n in together for u in n.users}:
+            outside, number = outside or not is_free(node), self._region.get(node)
+            if number is not None:
+                if (number, outside) in seen:
+                    continue
+                seen.add((number, outside))
+            for u in node.users if number is None else self._after[number]:
                 if u in inside and outside:
                     return True
                 if u not in inside and (u, outside) not in seen:

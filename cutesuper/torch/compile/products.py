@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -46,6 +46,7 @@ class Product(Entry):
         transposed: the second operand is given as ``[N, K]``.
     """
 
+    products: ClassVar[int] = 1
     left: str = "self"
     right: str = "mat2"
     added: str = ""
@@ -191,6 +192,8 @@ class Attention(Entry):
     The operators that PyTorch chooses on a GPU have further results for the backward pass, which
     kernels do not compute.
     """
+
+    products: ClassVar[int] = 2
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         lengths = None if mask_of(a) is None else read_lengths(node, a)

@@ -5,6 +5,9 @@ decides what it says: the question, this package's sources and settings, the ver
 the GPU. Programs that are read are verified and planned again, like those of the tuner.
 
     <cache>/regions/<64 hex>.json
+
+The folder is bounded: the first record that a process writes removes those that were not read for
+longest. `KernelCache.clear` removes all.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -26,7 +30,7 @@ from cutesuper.ir import serial
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.definitions import definitions, names_of
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.cache import RECORDS, KernelCache
 from cutesuper.runtime.private import make_private, read_private, replace_file
 from cutesuper.search.search import Candidate, SearchResult
 from cutesuper.skeletons.cost import Cost
@@ -34,11 +38,17 @@ from cutesuper.targets.settings import shipped_folder
 
 Found = tuple[SearchResult, pipeline.Choice]
 
+#: most records, 6 KB each; a training step of a model makes up to 200
+MOST = 8192
+
 
 def read(question: Sequence[object]) -> dict[str, Any] | None:
     """The record for a question; None if there is none, or none that can be read."""
     with suppress(OSError, ValueError, CutesuperError):
-        data = json.loads(read_private(_path(question)))
+        path = _path(question)
+        data = json.loads(read_private(path))
+        with suppress(OSError):
+            os.utime(path)
         return data if isinstance(data, dict) else None
     return None
 
@@ -48,7 +58,17 @@ def write(question: Sequence[object], record: Mapping[str, Any]) -> None:
     with suppress(OSError, CutesuperError):
         path = _path(question)
         make_private(path.parent)
+        _bound(path.parent)
         replace_file(path, json.dumps(record).encode())
+
+
+@functools.cache
+def _bound(folder: Path) -> None:
+    """Remove the records that were not used for longest, down to nine tenths of `MOST`."""
+    times = {path: path.stat().st_mtime for path in folder.glob("*.json")}
+    if len(times) >= MOST:
+        for path in sorted(times, key=times.__getitem__)[: len(times) - MOST * 9 // 10]:
+            path.unlink(missing_ok=True)
 
 
 def found(graph: KernelGraph, options: pipeline.Options) -> Found | None:
@@ -58,6 +78,11 @@ def found(graph: KernelGraph, options: pipeline.Options) -> Found | None:
     with suppress(CutesuperError, KeyError, TypeError, ValueError):
         return None if record is None else pipeline.chosen(graph, options, _candidate(record))
     return None
+
+
+def has(graph: KernelGraph, options: pipeline.Options) -> bool:
+    """True if a choice was recorded for a graph; it may not be valid any more."""
+    return _path(_about(graph, options)).exists()
 
 
 def keep(graph: KernelGraph, options: pipeline.Options, choice: pipeline.Choice) -> None:
@@ -95,7 +120,7 @@ def _about(graph: KernelGraph, options: pipeline.Options) -> tuple[object, ...]:
 def _path(question: Sequence[object]) -> Path:
     text = repr((_sources(), torch.__version__, torch.version.cuda, tuple(question)))
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return KernelCache().root / "regions" / f"{digest}.json"
+    return KernelCache().root / RECORDS / f"{digest}.json"
 
 
 @functools.cache

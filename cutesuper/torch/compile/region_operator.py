@@ -24,7 +24,7 @@ import torch
 from cutesuper import pipeline
 from cutesuper.errors import CutesuperError, DeviceError, FormatError, GraphError, ShapeError
 from cutesuper.ir import serial
-from cutesuper.ir.definitions import Defined, are_still, definitions, names_of
+from cutesuper.ir.definitions import Defined, added, are_still, definitions, names_of
 from cutesuper.ir.dims import Shape, Symbol, extent
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.progress import progress_bar
@@ -55,15 +55,18 @@ class Program:
         graph: with `ROWS` for its symbolic extent, if it has one.
         target: the GPU to optimize for; None is the one of the tensors.
         budget_s: seconds that a search may take.
+        searched_s: seconds that searches took, in whichever process.
     """
 
     def __init__(self, graph: KernelGraph, target: Target | None) -> None:
         self.graph = graph
         self.target = target
         self.budget_s: float | None = None
+        self.searched_s = 0.0
         self._signature = Signature(graph)
         self._defined = Defined(graph, "compile the model again, after torch.compiler.reset()")
         self._found: Kept[tuple[int, str], tuple[SearchResult, pipeline.Choice]] = Kept()
+        self._brought: dict[tuple[int, str, float], pipeline.Outcome] = {}
         self._variants: Kept[tuple[int, str], Variant] = Kept()
         self._runners: Kept[tuple[int, torch.device], Runner] = Kept()
         self._reference = reference_of(graph)
@@ -106,10 +109,28 @@ class Program:
         known = records.found(graph, options)
         if known is not None:
             return known
-        with progress_bar() as show:
-            found = pipeline.find(graph, options, show, most_us)
+        outcome = self._brought.pop((bucket, target.name, most_us), None)
+        if outcome is None:
+            with progress_bar() as show:
+                outcome = pipeline.outcome(graph, options, most_us, show)
+        self.searched_s += outcome.seconds
+        found = outcome.result()
         records.keep(graph, options, found[1])
         return found
+
+    def wanted(self, rows: int, target: Target) -> tuple[KernelGraph, pipeline.Options] | None:
+        """The search that `found` would begin, for another process; None if there is none, or if it
+        must be done in this one: others do not know the operators that were added to the table."""
+        bucket = self._bucket(rows)
+        graph, options = self.graph.with_hints({ROWS: bucket}), self._options(target)
+        here = (bucket, target.name) in self._found or added(names_of(graph))
+        if here or records.has(graph, options) or records.tuned(graph, options):
+            return None
+        return graph, options
+
+    def bring(self, rows: int, target: Target, most_us: float, outcome: pipeline.Outcome) -> None:
+        """Take the end of the search that `wanted` named; `found` gives or raises it once."""
+        self._brought[self._bucket(rows), target.name, most_us] = outcome
 
     def tuned(self, rows: int, target: Target) -> tuple[str, ...]:
         """The programs that the tuner has stored for this number of rows: file and time."""

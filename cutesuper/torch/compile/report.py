@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Literal
 
 from torch import fx
 
 from cutesuper.ir.graph_text import aligned
+from cutesuper.torch.compile.case import Seconds
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import places
 from cutesuper.torch.compile.selection import Decision, Verdict
@@ -29,13 +30,13 @@ class RegionReport:
         where: lines of the user's program, like ``model.py:12-14``.
         operators: the number of its nodes in the graph.
         verdict: the decision.
-        seconds: that deciding took; 0 for one that was decided before.
+        seconds: that deciding took; none for one that was decided before.
     """
 
     where: str
     operators: int
     verdict: Verdict
-    seconds: float = 0.0
+    seconds: Seconds = field(default_factory=Seconds)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _place(node: fx.Node) -> str:
 def _graph_text(number: int, graph: GraphReport) -> str:
     head = f"graph {number} ({graph.phase}): {graph.taken} of {len(graph.regions)} region(s) taken"
     head += f", decided in {graph.seconds:.1f} s"
-    rows = [("region", "operators", "kernels", "us, model", "us, measured", "s", "")]
+    rows = [_HEAD]
     rows += [_row(r) for r in graph.regions]
     lines = [head, *(aligned(rows) if graph.regions else [])]
     lines += [f"  {r.where} {k}" for r in graph.regions if r.verdict.taken
@@ -146,6 +147,12 @@ def _graph_text(number: int, graph: GraphReport) -> str:
     return "\n".join(lines)
 
 
+_HEAD = (
+    "region", "operators", "kernels", "us, model", "us, measured",
+    "s: search", "compile", "trial", "",
+)  # fmt: skip
+
+
 def _row(region: RegionReport) -> tuple[str, ...]:
     v = region.verdict
     return (
@@ -154,7 +161,7 @@ def _row(region: RegionReport) -> tuple[str, ...]:
         str(len(v.kernels) or "-"),
         _pair(v.predicted_us, v.baseline_us),
         _pair(v.measured_us, v.inductor_us),
-        f"{region.seconds:.1f}",
+        *(f"{s:.1f}" for s in astuple(region.seconds)),
         ("taken: " if v.taken else "not taken: ") + v.reason,
     )
 

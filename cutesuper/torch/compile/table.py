@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from operator import getitem
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -29,9 +29,11 @@ class Entry:
     Attributes:
         changes: for an operator that computes nothing: it changes shapes or element types. A region
             that cannot see through it reads its result.
+        products: the number of products of matrices that it stands for.
     """
 
     changes: ClassVar[bool] = False
+    products: ClassVar[int] = 0
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
         """False for arguments with which no kernel graph has the operator, so that it is as one
@@ -186,13 +188,20 @@ def entry_of(node: fx.Node) -> Entry | None:
     """The entry of a node's operator, or None."""
     if node.op != "call_function":
         return None
-    name = (
-        str(node.target)
-        if isinstance(node.target, torch._ops.OpOverload)
-        else (getattr(node.target, "__name__", ""))
-    )
-    entry = _find(name)
+    entry = _find(_name(node.target))
     return entry if entry is not None and entry.knows(node, arguments_of(node)) else None
+
+
+@cache
+def _name(target: Any) -> str:
+    whole = isinstance(target, torch._ops.OpOverload)
+    return str(target) if whole else getattr(target, "__name__", "")
+
+
+def products(node: fx.Node) -> int:
+    """The number of products of matrices in a node."""
+    entry = entry_of(node)
+    return 0 if entry is None else entry.products
 
 
 def is_free(node: fx.Node) -> bool:
@@ -209,15 +218,29 @@ def arguments_of(node: fx.Node) -> Arguments:
     (``operator.getitem``) are ``a0``, ``a1``, ..."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {f"a{i}": a for i, a in enumerate(node.args)}
-    found: Arguments = {}
-    for i, argument in enumerate(node.target._schema.arguments):
-        if i < len(node.args) and not argument.kwarg_only:
-            found[argument.name] = node.args[i]
-        elif argument.name in node.kwargs:
-            found[argument.name] = node.kwargs[argument.name]
-        elif argument.has_default_value():
-            found[argument.name] = argument.default_value
+    given = _parameters(node.target)
+    found = {p.name: a for p, a in zip(given, node.args, strict=False)}
+    for p in given[len(node.args) :]:
+        if p.name in node.kwargs:
+            found[p.name] = node.kwargs[p.name]
+        elif p.has_default:
+            found[p.name] = p.default
     return found
+
+
+class _Parameter(NamedTuple):
+    name: str
+    has_default: bool
+    default: Any
+
+
+@cache
+def _parameters(operator: torch._ops.OpOverload) -> tuple[_Parameter, ...]:
+    """The parameters of an operator, positional ones first; PyTorch makes them anew each time."""
+    return tuple(
+        _Parameter(a.name, a.has_default_value(), a.default_value)
+        for a in operator._schema.arguments
+    )
 
 
 def number(node: fx.Node, value: Any) -> float:

@@ -1,0 +1,112 @@
+"""Searches for the programs of a graph's regions in worker processes, begun before the regions are
+decided one after the other; kernels that the model expects to be of use are compiled there too.
+
+A search is a pure function, so where it ran changes nothing but the time that all of them take. One
+that is lost with its process, or that cannot be sent, runs in this process when it is its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from pickle import PicklingError
+from types import TracebackType
+from typing import Any
+
+from cutesuper import pipeline
+from cutesuper.errors import CompileError, CutesuperError
+from cutesuper.runtime.cache import KernelCache, warn_once
+from cutesuper.runtime.workers import WorkerLost, Workers, compile_into, shared
+from cutesuper.torch.compile.case import Case, Place
+
+
+class Ahead:
+    """Work on the regions of a graph in other processes; none if this one has one processor.
+
+    Used as a context manager: what has not begun at its end is dropped.
+
+    Args:
+        decided: the places of cases that need no work.
+    """
+
+    def __init__(self, decided: Container[Place]) -> None:
+        self._decided = decided
+        self._pool: Workers | None = shared()
+        #: searches whose results were not looked at, and their cases
+        self._searches: dict[Future[pipeline.Outcome], Case] = {}
+        self._jobs: dict[Place, list[Future[Any]]] = {}
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for futures in self._jobs.values():
+            for future in futures:
+                future.cancel()
+
+    def begin(self, case: Case) -> None:
+        """Have a program for a region searched for, unless that is known or must be done here."""
+        # what is raised here, or cannot be pickled, is raised or searched again where it is decided
+        with suppress(CutesuperError, PicklingError, TypeError, AttributeError):
+            if self._pool is None or case.refusal or not case.searches:
+                return
+            if case.place in self._jobs or case.place in self._decided or case.record is not None:
+                return
+            wanted = case.program.wanted(case.sample.rows, case.target)
+            if wanted is not None:
+                future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
+                self._jobs[case.place], self._searches[future] = [future], case
+
+    def wait(self, case: Case) -> None:
+        """Wait until everything about a region that was sent away is done; what follows from other
+        results meanwhile is sent."""
+        with suppress(CutesuperError):
+            while missing := self._missing(case.place):
+                done, _ = wait({*missing, *self._searches}, return_when=FIRST_COMPLETED)
+                for future in [f for f in self._searches if f in done]:
+                    self._follow(future, self._searches.pop(future))
+            self._check_compiled(case)
+
+    def _missing(self, place: Place) -> list[Future[Any]]:
+        jobs = self._jobs.get(place, ())
+        return [f for f in jobs if f in self._searches or not f.done()]
+
+    def _follow(self, future: Future[pipeline.Outcome], case: Case) -> None:
+        """Take the result of a search; then compile its kernels, or search the region's halves."""
+        try:
+            outcome = future.result()
+        except Exception as error:  # the same search in this process says what is wrong
+            if isinstance(error, WorkerLost):
+                warn_once(f"a search {error}; it is done in this process")
+            return
+        case.program.bring(case.sample.rows, case.target, case.most_us, outcome)
+        if isinstance(outcome.found, CutesuperError) or _refused(case, outcome.found[1]):
+            for part in case.parts:
+                self.begin(part)
+        elif case.runs:
+            self._compile(case, outcome.found[1])
+
+    def _compile(self, case: Case, choice: pipeline.Choice) -> None:
+        root = str(KernelCache().root)
+        for plan, step in zip(choice.plans, choice.candidate.mugraph.steps, strict=True):
+            request = pipeline.compile_request(plan, step.name, case.target)
+            if self._pool is not None:
+                self._jobs[case.place].append(self._pool.submit(compile_into, request, root))
+
+    def _check_compiled(self, case: Case) -> None:
+        """Refuse kernels of which the compiler died: in this process it would take that along."""
+        for future in self._jobs.get(case.place, ())[1:]:  # the first one is the search
+            if isinstance(error := future.exception(), WorkerLost):
+                died = pipeline.Outcome(CompileError(f"a kernel: the compiler {error}"), 0.0)
+                case.program.bring(case.sample.rows, case.target, case.most_us, died)
+
+
+def _refused(case: Case, choice: pipeline.Choice) -> bool:
+    """True for kernels that the cost model does not expect to be faster than Inductor's."""
+    return case.options.take != "all" and choice.candidate.cost_us >= case.inductor_us

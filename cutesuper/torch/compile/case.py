@@ -1,0 +1,169 @@
+"""A region that is to be decided, with everything that the decision depends on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import Any, Literal
+
+import torch
+
+from cutesuper import measure
+from cutesuper.targets import Target
+from cutesuper.torch.compile import records
+from cutesuper.torch.compile.inductor_model import baseline
+from cutesuper.torch.compile.options import BackendOptions
+from cutesuper.torch.compile.partition import halves
+from cutesuper.torch.compile.region import Region
+from cutesuper.torch.compile.region_operator import Program, key_of, program_of
+from cutesuper.torch.compile.trial import Sample
+
+#: a region's program, the options, and its tensors
+Place = tuple[object, ...]
+
+
+@dataclass
+class Seconds:
+    """Seconds that deciding about a region took.
+
+    Attributes:
+        search: for a program, in whichever process.
+        compile: until its kernels were compiled.
+        trial: comparing it with PyTorch, compiling Inductor's code for the region, timing both.
+    """
+
+    search: float = 0.0
+    compile: float = 0.0
+    trial: float = 0.0
+
+    @contextmanager
+    def on(self, part: Literal["compile", "trial"]) -> Iterator[None]:
+        """Add the time of the enclosed code."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A region that is to be decided.
+
+    Attributes:
+        region: nodes with fake tensors in ``meta["val"]``.
+        options: of the backend.
+        seconds: spent on it so far.
+    """
+
+    region: Region
+    options: BackendOptions
+    seconds: Seconds = field(default_factory=Seconds, compare=False)
+
+    @cached_property
+    def key(self) -> str:
+        """The key of its program. Raises CutesuperError."""
+        return key_of(self.region.graph, self.options.target)
+
+    @cached_property
+    def program(self) -> Program:
+        """Its program. Raises CutesuperError."""
+        program = program_of(self.key)
+        program.budget_s = self.options.budget_s
+        return program
+
+    @cached_property
+    def sample(self) -> Sample:
+        """The region with the sizes for its trial. Raises CutesuperError."""
+        return Sample(self.region, self.key)
+
+    @cached_property
+    def place(self) -> Place:
+        """Text that is equal for cases that are decided alike. Raises CutesuperError."""
+        patches = str(sorted(self.options.inductor.items()))
+        options = self.options.take, self.options.budget_s, patches
+        return (self.key, *options, self.sample.text)
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """The reason why neither the region nor a part of it is tried, or None. Raises
+        CutesuperError."""
+        device, take = self.sample.device, self.options.take
+        if take != "all" and not self.anchors:
+            return "nothing but element-wise work, of which Inductor makes one kernel as well"
+        if not self.sample.known:
+            return "sizes depend on data, so nothing can be tried before the call"
+        if device is None or device.type not in ("cpu", "cuda"):
+            return "its tensors are not on one GPU, or on the CPU"
+        if take == "faster" and self.clock is None:
+            return "nothing was timed: the tensors are on the CPU, and kernels run on a GPU"
+        return None
+
+    @cached_property
+    def anchors(self) -> int:
+        """The number of reductions and products, without which there is nothing to gain."""
+        operators = [n.facets for n in self.region.graph.nodes]
+        return sum(bool(o.reduces) or o.composite or o.contracts for o in operators)
+
+    @cached_property
+    def parts(self) -> tuple[Case, ...]:
+        """The halves of the region, if each can have something to gain."""
+        found = halves(self.region) if self.anchors > 1 else None
+        return tuple(Case(part, self.options) for part in found or ())
+
+    # ------------------------------------------------------------------------- without a refusal
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        device = self.sample.device
+        assert device is not None
+        return device
+
+    @cached_property
+    def clock(self) -> measure.Device | None:
+        """The device's clock, if regions are timed and it has one."""
+        return measure.device_of(self.device) if self.options.take == "faster" else None
+
+    @property
+    def runs(self) -> bool:
+        """True if kernels run on the device: otherwise nothing is compiled."""
+        return self.device.type == "cuda"
+
+    @property
+    def searches(self) -> bool:
+        """True if a program is searched for; what is taken unasked runs the reference on a CPU."""
+        return self.runs or self.options.take != "all"
+
+    @cached_property
+    def target(self) -> Target:
+        """The GPU that kernels are optimized for. Raises DeviceError."""
+        return self.program.target_on(self.device)
+
+    @cached_property
+    def inductor_us(self) -> float:
+        """Microseconds of Inductor's kernels, by a roofline. Raises CutesuperError."""
+        rows = dict.fromkeys(self.program.symbols, self.sample.rows)
+        return baseline(self.program.graph.with_hints(rows), self.target).us
+
+    @property
+    def most_us(self) -> float:
+        """Microseconds beyond which no program is of use, by the model."""
+        return self.inductor_us if self.options.take == "modelled" else inf
+
+    @cached_property
+    def question(self) -> tuple[object, ...]:
+        """The case and its surroundings, for the records on disk: the GPU, and the programs that
+        were tuned for it. Raises CutesuperError."""
+        name = torch.cuda.get_device_name(self.device) if self.runs else ""
+        tuned = self.program.tuned(self.sample.rows, self.target)
+        return ("verdict", *self.place, name, self.target.name, tuned)
+
+    @cached_property
+    def record(self) -> dict[str, Any] | None:
+        """The recorded verdict; None if there is none. Raises CutesuperError."""
+        return records.read(self.question) if self.searches else None

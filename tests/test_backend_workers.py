@@ -1,0 +1,181 @@
+"""The backend with worker processes: the same decisions, whatever happens to the processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from pickle import PicklingError
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cutesuper as cs  # noqa: E402
+from cutesuper import pipeline  # noqa: E402
+from cutesuper.runtime import cache  # noqa: E402
+from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.runtime.workers import WorkerLost, Workers  # noqa: E402
+from cutesuper.torch.compile import ahead, records, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile.case import Case  # noqa: E402
+from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
+from tests.backends import GatedMLP, compiled  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("error:.*please report")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
+    cache.warn_once.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Workers]:
+    with Workers(2) as pool:
+        yield pool
+
+
+Verdicts = list[tuple[bool, str, Any]]
+
+
+def decided(pool: Executor | None) -> tuple[Verdicts, int]:
+    """The verdicts on a model and its gradients with an executor, in a process that knows nothing,
+    and the number of searches in this process."""
+    here: list[int] = []
+    find = pipeline.find
+    torch.compiler.reset()
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(ahead, "shared", lambda: pool)
+        patch.setattr(pipeline, "find", lambda *a: here.append(1) or find(*a))
+        for name, module in (("_verdicts", selection), ("_programs", region_operator)):
+            patch.setattr(module, name, Kept())
+        stack.callback(KernelCache().clear)
+        model = GatedMLP(16, 24).bfloat16()
+        call, reports = compiled(model, take="modelled")
+        call(torch.randn(4, 16).bfloat16()).float().sum().backward()
+    assert all(r.seconds.search >= 0 for g in reports for r in g.regions)
+    found = [(r.verdict.taken, r.verdict.reason, r.verdict.kernels)
+             for g in reports for r in g.regions]  # fmt: skip
+    return found, len(here)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ROOT_VARIABLE, str(tmp_path_factory.mktemp("alone")))
+        found, searches = decided(None)
+    assert searches and {taken for taken, _, _ in found} == {True, False}
+    return found
+
+
+def test_two_workers_decide_the_same(two: Workers, alone: Verdicts) -> None:
+    assert decided(two) == (alone, 0)
+
+
+def test_errors_are_those_of_this_process(two: Workers) -> None:
+    """A search that finds nothing says why, wherever it ran."""
+    g = cs.new_kernel_graph()
+    x = g.new_input((4, 40000), cs.bfloat16)
+    g.mark_output(g.softmax(x))
+    options = pipeline.Options(cs.H200, budget_s=1e-6)
+    away = two.submit(pipeline.outcome, g, options).result()
+    here = pipeline.outcome(g, options)
+    assert isinstance(here.found, cs.errors.SearchError)
+    assert (type(away.found), str(away.found)) == (type(here.found), str(here.found))
+
+
+class Loses(Executor):
+    """Loses every job with its process."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        future.set_exception(WorkerLost("process died (SIGKILL)"))
+        return future
+
+
+def test_what_is_lost_is_searched_here(alone: Verdicts) -> None:
+    with pytest.warns(RuntimeWarning, match="a search process died") as said:
+        found, searches = decided(Loses())
+    assert found == alone and searches > 1
+    assert len([w for w in said if "a search process" in str(w.message)]) == 1
+
+
+def test_processes_that_die_meanwhile(alone: Verdicts) -> None:
+    class Dies(Workers):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            return super().submit(os._exit, 1)
+
+    with Dies(2) as pool, pytest.warns(RuntimeWarning, match=r"process died \(exit code 1\)"):
+        assert decided(pool)[0] == alone
+    assert not pool._workers
+
+
+def test_a_compiler_that_dies_is_not_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiles(Loses):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            future = super().submit(fn)
+            if fn is pipeline.outcome:
+                future = Future[Any]()
+                future.set_result(fn(*args))
+            return future
+
+    monkeypatch.setattr(ahead, "shared", Compiles)
+    monkeypatch.setattr(Case, "runs", True)
+    monkeypatch.setattr(Case, "record", None)
+    monkeypatch.setattr(selection, "_known_or_judged", selection._judge)
+    model = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 64, bias=False))
+    call, reports = compiled(model.bfloat16(), take="modelled")
+    with torch.no_grad():
+        call(torch.randn(4, 64).bfloat16())
+    reasons = [r.verdict.reason for g in reports for r in g.regions]
+    assert reasons == ["no kernels: a kernel: the compiler process died (SIGKILL)"]
+
+
+def test_what_cannot_be_pickled_is_searched_here(alone: Verdicts) -> None:
+    class Refuses(Executor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            raise PicklingError("Can't pickle")
+
+    assert decided(Refuses())[0] == alone
+
+
+def test_an_interrupt_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the compilation; what had not begun is dropped."""
+    futures: list[Future[Any]] = []
+
+    class Waits(Executor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            futures.append(Future[Any]())
+            return futures[-1]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ahead, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        decided(Waits())
+    assert futures and all(f.cancelled() for f in futures)
+
+
+def test_what_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators that other processes do not know, and what is known, recorded or tuned."""
+    g = cs.new_kernel_graph()
+    g.mark_output(g.rms_norm(g.new_input((4, 64), cs.bfloat16), normalized_shape=(64,)))
+    monkeypatch.setattr(region_operator, "_programs", Kept())
+    program = program_of(key_of(g))
+    wanted = program.wanted(1, cs.H200)
+    assert wanted is not None and wanted[0].nodes == program.graph.nodes
+    for name, value in ((region_operator, "added"), (records, "tuned"), (records, "has")):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value, lambda *a: ("something",))
+            assert program.wanted(1, cs.H200) is None
+    program.bring(1, cs.H200, 100.0, pipeline.outcome(*wanted, 100.0))
+    monkeypatch.setattr(pipeline, "find", None)
+    assert program.found(1, cs.H200, 100.0)[1].plans and program.searched_s > 0
+    assert program.wanted(1, cs.H200) is None
