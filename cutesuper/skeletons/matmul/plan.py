@@ -17,6 +17,7 @@ from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
+from cutesuper.skeletons.matmul.copies import CopiedTile, unaligned
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.targets import Target
 
@@ -289,6 +290,17 @@ class MatmulPlan(Plan[MatmulSchedule]):
             return None
         return view if view.stride(tail.hidden) == 1 and view.stride(self.row) % 8 == 0 else None
 
+    @cached_property
+    def copied(self) -> dict[int, View]:
+        """The staged operands that threads copy, by operation: see `skeletons.matmul.copies`."""
+        after = {t.load: t.view for t in self.tails}
+        return unaligned(self.rows | self.columns | self.hidden | after)
+
+    @property
+    def copiers(self) -> int:
+        """Warps that copy operands: with all others they are a block of 512 threads."""
+        return 15 - 4 * self.schedule.warpgroups - self.helpers if self.copied else 0
+
     @property
     def hidden_blocks(self) -> int:
         """Number of 64-column blocks of all products along hidden labels."""
@@ -343,7 +355,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or of the 384 x 168
         # with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and producer are one
-        # warpgroup, or 2 x 128 x 232 + 128 x 40
+        # warpgroup, or 2 x 128 x 232 + 128 x 40; with copiers 2 x 128 x 184 + 2 x 128 x 72
+        if self.copiers:
+            return (184, 88, 56) if self.helpers == 4 else (184, 72, 72)
         if not self.has_helpers:
             return 232, 0, 40
         return (192, 96, 32) if self.schedule.helpers == 4 else (208, 88, 88)
@@ -355,20 +369,36 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def threads(self) -> int:
-        """Threads of consumer warpgroups, helper warps if there are any, and the producer warp
-        (padded to a warpgroup if registers are handed over, which only whole warpgroups can do)."""
-        others = 32 * (self.helpers + 1)
+        """Threads of consumer warpgroups, helper warps and copiers if there are any, and the producer
+        warp (padded to a warpgroup if registers are handed over, which only whole warpgroups can
+        do)."""
+        others = 32 * (self.helpers + 1 + self.copiers)
         if self.registers is not None:
             others = 128 * ceil_div(others, 128)
         return 128 * self.schedule.warpgroups + others
 
     @cached_property
     def stage_bytes(self) -> int:
-        """Bytes that the producer loads into one stage of the ring."""
+        """Bytes that are loaded into one stage of the ring."""
         _, n, k = self.tile
         hidden = sum(t.width(bool(self.columns)) * len(t.products) for t in self.tails)
         columns = len(self.columns) * n + hidden
         return 2 * k * (columns + len(self.vectors)) + self.row_bytes
+
+    @cached_property
+    def copied_tiles(self) -> dict[int, CopiedTile]:
+        """The tiles of a stage that threads copy, by operation."""
+        m, n, k = self.tile
+        free = dict.fromkeys(self.rows, (self.row, m)) | dict.fromkeys(self.columns, (self.column, n))
+        for t in self.tails:
+            free |= dict.fromkeys((x for x, _ in t.products), (t.hidden, t.width(bool(self.columns))))
+        own = (self.contracted, k)
+        return {op: CopiedTile.of(self.copied[op], f, own) for op, f in free.items() if op in self.copied}
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Those of `stage_bytes` that bulk loads bring."""
+        return self.stage_bytes - sum(t.bytes for t in self.copied_tiles.values())
 
     @property
     def row_bytes(self) -> int:
@@ -542,6 +572,8 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
             f"share_rows={s.share_rows}; use 1, 2, 4 or 8 blocks that load at least 8 of the {m} "
             "rows each"
         )
+    if s.share_rows > 1 and plan.rows.keys() & plan.copied.keys():
+        yield f"share_rows={s.share_rows} needs rows that bulk loads can address; use 1"
     if s.persistent % s.share_rows:
         yield f"persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"
     if s.persistent and plan.iterations <= s.stages:

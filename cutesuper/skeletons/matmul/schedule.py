@@ -107,7 +107,7 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     if not schedule.bulk_store or not large or schedule.warpgroups < 2:
         return schedule
     columns = ceil_div(extent(dims[plan.column]), n)
-    share = shared_by(columns, m, target)
+    share = 1 if plan.rows.keys() & plan.copied.keys() else shared_by(columns, m, target)
     slots = share * target.clusters[share]
     tiles = share * ceil_div(columns, share) * ceil_div(extent(dims[plan.row]), m)
     for label in plan.batch:

@@ -127,6 +127,10 @@ class Known:
         view = view_of(self.plan.program.ops[operation], arguments)
         return not self.dependent or arguments[view.argument].constant
 
+    def is_bulk(self, operation: int, early: bool) -> bool:
+        """True if a bulk load brings an operand, before the dependency wait (``early``) or after."""
+        return operation not in self.plan.copied and self.is_early(operation) == early
+
     # ------------------------------------------------------------------------------ row operands
 
     def row_layout(self, height: int, slots: int) -> cute.ComposedLayout:

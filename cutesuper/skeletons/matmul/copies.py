@@ -1,0 +1,85 @@
+"""Operands that threads copy into shared memory, because bulk loads cannot address them.
+
+TMA takes strides that are multiples of 16 bytes. The rows of ``X[16, 4097]`` in fp16 begin at any
+multiple of 2: copier warps read them in aligned words, shift these to pieces of 8 elements, and write
+the pieces to the places where a bulk load would have put them. Nothing else of the loop knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+
+from cutesuper.ir.dims import ceil_div
+from cutesuper.skeletons.base import View
+
+#: 16-bit elements of a piece
+PIECE = 8
+#: most pieces that a thread asks for at a time; it has asked for the next ones when it writes these,
+#: and each takes 8 registers
+BATCH = 4
+
+
+def unaligned(views: Mapping[int, View]) -> dict[int, View]:
+    """Those of some operands, by operation, that bulk loads cannot address."""
+    return {op: view for op, view in views.items() if step(view) < PIECE}
+
+
+def step(view: View) -> int:
+    """The largest of 1, 2, 4 and 8 of which all rows of a tensor begin at multiples, in elements.
+
+    >>> step(View(0, ("M", "K"), (12, 1))), step(View(0, ("M", "K"), (64, 1)))
+    (4, 8)
+    """
+    return gcd(PIECE, *(s for s in view.strides if s != 1))
+
+
+@dataclass(frozen=True)
+class CopiedTile:
+    """The tile of an operand in one stage.
+
+    Attributes:
+        view: the operand.
+        lines: label and extent of its rows in memory.
+        along: label and extent of what is contiguous, in whole pieces.
+    """
+
+    view: View
+    lines: tuple[str, int]
+    along: tuple[str, int]
+
+    @staticmethod
+    def of(view: View, *labels: tuple[str, int]) -> CopiedTile:
+        """The tile of two labels with these extents, in any order."""
+        (along,) = (x for x in labels if view.stride(x[0]) == 1)
+        (lines,) = (x for x in labels if x != along)
+        return CopiedTile(view, lines, along)
+
+    @property
+    def pieces(self) -> int:
+        """Number of pieces."""
+        return self.lines[1] * self.along[1] // PIECE
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in shared memory."""
+        return 2 * PIECE * self.pieces
+
+    def each(self, threads: int) -> int:
+        """Number of pieces of a thread, if so many threads share them."""
+        return ceil_div(self.pieces, threads)
+
+
+def batches(tiles: list[CopiedTile], threads: int) -> list[list[tuple[int, int]]]:
+    """The pieces of a thread, as (tile, index) in the order in which it copies them: an even number
+    of batches, as there are two sets of registers.
+
+    >>> x = CopiedTile(View(0, ("M", "K"), (65, 1)), ("M", 16), ("K", 128))
+    >>> batches([x, x], 128)
+    [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    """
+    own = [(t, i) for t, tile in enumerate(tiles) for i in range(tile.each(threads))]
+    count = 2 * max(1, ceil_div(len(own), 2 * BATCH))
+    ends = [len(own) * n // count for n in range(count + 1)]
+    return [own[a:b] for a, b in zip(ends, ends[1:], strict=False)]
