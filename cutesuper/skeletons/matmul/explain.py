@@ -52,9 +52,11 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
         f"grid {x} x {y} x {z} blocks in clusters of {plan.cluster_size * s.share_rows}, "
         f"{plan.threads} threads: {s.warpgroups} consumer warpgroup(s)"
         + (f", {plan.helpers} helper warps" if plan.has_helpers else "")
+        + (f", {plan.copiers} copier warps" if plan.copiers else "")
         + ", 1 producer warp",
         f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_ring(plan)}",
     ]
+    lines += _copy_lines(plan)
     if s.share_rows > 1:
         lines.append(
             f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
@@ -112,6 +114,19 @@ def _ring(plan: MatmulPlan) -> str:
             parts.append(f"{name} for hidden{number} ({width} columns a box)")
             number += 1
     return ", ".join([*parts, plan.names((plan.rows | plan.vectors).values())])
+
+
+def _copy_lines(plan: MatmulPlan) -> list[str]:
+    """Operands that threads copy, and why; none if bulk loads bring all."""
+    views = list(plan.copied.values())
+    if not views:
+        return []
+    count = len({v.argument for v in views})
+    return [
+        f"copied by threads, {'their' if count > 1 else 'its'} rows being no multiples of 16 bytes "
+        f"as bulk loads need them: {plan.names(views)}; "
+        f"{plan.stage_bytes - plan.bulk_bytes} bytes a stage"
+    ]
 
 
 def _tail_line(plan: MatmulPlan, tail: Tail) -> str:

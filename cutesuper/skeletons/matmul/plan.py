@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
-from cutesuper.skeletons.matmul.copies import CopiedTile, unaligned
+from cutesuper.skeletons.matmul.copies import PIECE, CopiedTile, unaligned
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.targets import Target
 
@@ -462,19 +463,20 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return self.cluster_size == 1 and not beside
 
     @property
-    def stored_in_pieces(self) -> bool:
-        """True if all outputs with columns are 16-bit rows of whole 16-byte pieces."""
+    def store_piece(self) -> int:
+        """Elements in which rows of all outputs with columns can be stored: 1, 2, 4 or 8 of 16 bits;
+        0 if columns are no neighbours in memory or elements are wider."""
         views = [o.view for o in self.outputs if self.column in o.view.labels]
         contiguous = all(v.stride(self.column) == 1 for v in views)
         narrow = all(self.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
-        return contiguous and narrow and extent(self.program.dims[self.column]) % 8 == 0
+        return gcd(PIECE, extent(self.program.dims[self.column])) if contiguous and narrow else 0
 
     @cached_property
     def can_bulk_store(self) -> bool:
         """True if all outputs can be written with bulk stores."""
         # a static extent of 1 would vanish from the tensor map
         rows = self.tile[0] >= STORE_ROWS and self.program.dims[self.row] != 1
-        return self.stands_alone and rows and self.stored_in_pieces
+        return self.stands_alone and rows and self.store_piece == PIECE
 
 
 def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[int, int, int]:
