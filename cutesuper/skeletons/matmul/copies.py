@@ -16,9 +16,11 @@ from cutesuper.skeletons.base import View
 
 #: 16-bit elements of a piece
 PIECE = 8
-#: most pieces that a thread asks for at a time; it has asked for the next ones when it writes these,
-#: and each takes 8 registers
+#: most pieces that a thread asks for at a time, each in 8 registers; it asks for the next ones before
+#: it writes these
 BATCH = 4
+#: the same where registers are handed over to the consumers: of 56 and 72 pieces may have 32
+SMALL_BATCH = 2
 
 
 def unaligned(views: Mapping[int, View]) -> dict[int, View]:
@@ -71,15 +73,39 @@ class CopiedTile:
         return ceil_div(self.pieces, threads)
 
 
-def batches(tiles: list[CopiedTile], threads: int) -> list[list[tuple[int, int]]]:
+@dataclass(frozen=True)
+class Team:
+    """Warps that fill a stage together. Teams take stages in turn: with few bytes in a stage, warps
+    that shared it would have too few pieces to ask for at a time.
+
+    Attributes:
+        count: of teams, at most one for each stage of the ring.
+        warps: of each.
+    """
+
+    count: int
+    warps: int
+
+    @staticmethod
+    def of(pieces: int, warps: int, stages: int) -> Team:
+        """Teams of so many warps for stages with this number of pieces.
+
+        >>> Team.of(640, 11, 12), Team.of(3072, 7, 4)
+        (Team(count=5, warps=2), Team(count=1, warps=7))
+        """
+        own = min(warps, max(1, pieces // (32 * 2 * BATCH)))
+        return Team(min(warps // own, stages), own)
+
+
+def batches(tiles: list[CopiedTile], threads: int, most: int) -> list[list[tuple[int, int]]]:
     """The pieces of a thread, as (tile, index) in the order in which it copies them: an even number
-    of batches, as there are two sets of registers.
+    of batches of at most so many, as there are two sets of registers.
 
     >>> x = CopiedTile(View(0, ("M", "K"), (65, 1)), ("M", 16), ("K", 128))
-    >>> batches([x, x], 128)
+    >>> batches([x, x], 128, 4)
     [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
     """
     own = [(t, i) for t, tile in enumerate(tiles) for i in range(tile.each(threads))]
-    count = 2 * max(1, ceil_div(len(own), 2 * BATCH))
+    count = 2 * max(1, ceil_div(len(own), 2 * most))
     ends = [len(own) * n // count for n in range(count + 1)]
     return [own[a:b] for a, b in zip(ends, ends[1:], strict=False)]

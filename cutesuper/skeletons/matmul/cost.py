@@ -67,7 +67,8 @@ def _wave(
 def _copies_us(plan: MatmulPlan, target: Target) -> float:
     """Time of the copier warps in an iteration: each has a few pieces on their way."""
     copied = plan.stage_bytes - plan.bulk_bytes
-    return copied / (plan.copiers * target.rates.copier_bytes_per_us) if copied else 0.0
+    warps = plan.team.count * plan.team.warps
+    return copied / (warps * target.rates.copier_bytes_per_us) if copied else 0.0
 
 
 def _piece(plan: MatmulPlan) -> int:

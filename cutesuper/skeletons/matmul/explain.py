@@ -108,7 +108,7 @@ def _ring(plan: MatmulPlan) -> str:
     parts = [f"{columns} ({COLUMN_BLOCK} columns a box)"] if columns else []
     number = 0
     for t in plan.tails:
-        width = min(COLUMN_BLOCK, t.width(bool(plan.columns)))
+        width = min(COLUMN_BLOCK, t.width(plan.narrow))
         for load, _ in t.products:
             name = plan.arguments[plan.hidden[load].argument].name
             parts.append(f"{name} for hidden{number} ({width} columns a box)")

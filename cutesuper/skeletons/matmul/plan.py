@@ -18,7 +18,7 @@ from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
-from cutesuper.skeletons.matmul.copies import PIECE, CopiedTile, unaligned
+from cutesuper.skeletons.matmul.copies import PIECE, CopiedTile, Team, unaligned
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.targets import Target
 
@@ -298,9 +298,20 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return unaligned(self.rows | self.columns | self.hidden | after)
 
     @property
+    def narrow(self) -> bool:
+        """True if boxes of hidden labels may be narrow: only what bulk loads write lies behind."""
+        return bool(self.columns) and self.copied.keys() <= self.rows.keys()
+
+    @property
     def copiers(self) -> int:
         """Warps that copy operands: with all others they are a block of 512 threads."""
         return 15 - 4 * self.schedule.warpgroups - self.helpers if self.copied else 0
+
+    @property
+    def team(self) -> Team:
+        """The teams of the copiers."""
+        pieces = (self.stage_bytes - self.bulk_bytes) // (2 * PIECE)
+        return Team.of(pieces, self.copiers, self.schedule.stages)
 
     @property
     def hidden_blocks(self) -> int:
@@ -382,7 +393,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def stage_bytes(self) -> int:
         """Bytes that are loaded into one stage of the ring."""
         _, n, k = self.tile
-        hidden = sum(t.width(bool(self.columns)) * len(t.products) for t in self.tails)
+        hidden = sum(t.width(self.narrow) * len(t.products) for t in self.tails)
         columns = len(self.columns) * n + hidden
         return 2 * k * (columns + len(self.vectors)) + self.row_bytes
 
@@ -392,7 +403,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         m, n, k = self.tile
         free = dict.fromkeys(self.rows, (self.row, m)) | dict.fromkeys(self.columns, (self.column, n))
         for t in self.tails:
-            free |= dict.fromkeys((x for x, _ in t.products), (t.hidden, t.width(bool(self.columns))))
+            free |= dict.fromkeys((x for x, _ in t.products), (t.hidden, t.width(self.narrow)))
         own = (self.contracted, k)
         return {op: CopiedTile.of(self.copied[op], f, own) for op, f in free.items() if op in self.copied}
 

@@ -227,6 +227,10 @@ class Here:
         """The same thread at another tile."""
         return Here(self.memory, self.tensors, self.thread, self.warp, self.lane, tile)
 
+    def by(self, thread: Any) -> Here:
+        """The same tile for a thread that is numbered otherwise."""
+        return Here(self.memory, self.tensors, thread, self.warp, self.lane, self.tile)
+
     @property
     def quarter(self) -> Any:
         """The quarter of the rows that this thread has accumulators of."""

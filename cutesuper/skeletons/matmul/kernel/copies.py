@@ -1,8 +1,8 @@
 """The copier warps of the matmul loop: tiles of operands that bulk loads cannot address.
 
-A thread has asked for its next pieces, those of the next stage too, when it writes the ones before.
-The tensor cores read what it wrote through another proxy, so every warp fences before it says that
-its part of a stage is there.
+A thread asks for its next pieces, those of the next stage too, before it writes the ones that it has
+asked for. The tensor cores read what it wrote through another proxy, so every warp fences before it
+says that its part of a stage is there.
 """
 
 from __future__ import annotations
@@ -13,158 +13,105 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.barriers import release_warp
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.memory import neighbours
 from cutesuper.device.unaligned import Unaligned
-from cutesuper.skeletons.matmul.copies import PIECE, CopiedTile, batches, step
+from cutesuper.skeletons.matmul.copies import (
+    BATCH,
+    PIECE,
+    SMALL_BATCH,
+    CopiedTile,
+    batches,
+    step,
+)
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
-from cutesuper.skeletons.matmul.kernel.context import Here, Known
+from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
 from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
 from cutesuper.skeletons.matmul.plan import CHUNK
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tile of an operand lies in shared memory.
+    """Where the tile of an operand comes from, and where it lies in shared memory.
 
     Attributes:
         tile: what is copied.
-        layout: makes the memory's layout, in elements, before the swizzle.
-        swizzled: bits of the swizzle: rows of 128, 64 or 32 bytes have 3, 2 or 1.
+        contracted: its contracted label.
+        memory: the tensor in shared memory.
+        layout: makes its layout, in elements, before the swizzle.
+        swizzled: bits of the swizzle: rows of 128, 64 and 32 bytes have 3, 2 and 1.
         coordinate: in the layout, of an element (free label, contracted label) of a stage.
-        pointer: to the memory.
-        contracted: the contracted label.
     """
 
     tile: CopiedTile
+    contracted: str
+    memory: Callable[[Memory], cute.Tensor]
     layout: Callable[[], Any]
     swizzled: int
     coordinate: Callable[[Any, Any, Any], Any]
-    pointer: Callable[[Any], cute.Pointer]
-    contracted: str
+
+
+def place_of_rows(k: Known, n: int, op: int) -> Place:
+    """The place of row operand number ``n``."""
+
+    def layout() -> Any:
+        return k.row_layout(k.m, k.stages * k.chunks).outer
+
+    def coordinate(row: Any, depth: Any, stage: Any) -> Any:
+        return row, depth % CHUNK, stage * k.chunks + depth // CHUNK
+
+    tile = k.plan.copied_tiles[op]
+    return Place(tile, k.plan.contracted, lambda m: m.rows[n], layout, 3, coordinate)
+
+
+def places_of_columns(
+    k: Known, group: ColumnGroup, memory: Callable[[Memory], cute.Tensor]
+) -> list[Place]:
+    """The places of those column operands of a group that are copied."""
+    width, boxes = group.width, group.slots * group.boxes
+    labels = (group.column, width * group.blocks), (group.contracted, group.depth)
+
+    def place(n: int, tile: CopiedTile) -> Place:
+        def coordinate(column: Any, depth: Any, stage: Any) -> Any:
+            box = stage * group.boxes + n * group.blocks + column // width
+            return column % width, depth, box
+
+        bits = {16: 1, 32: 2, 64: 3}[width if group.column_major else CHUNK]
+        layout = lambda: group.layout(k.dtype, boxes).outer  # noqa: E731
+        return Place(tile, group.contracted, memory, layout, bits, coordinate)
+
+    views = enumerate(group.views.items())
+    return [place(n, CopiedTile.of(v, *labels)) for n, (op, v) in views if op in k.plan.copied]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The pieces that each of some threads copies.
+
+    Attributes:
+        k: what is known of the kernel.
+        places: of the operands.
+        threads: that share them.
+    """
+
+    k: Known
+    places: list[Place]
+    threads: int
 
     @property
-    def free_along(self) -> bool:
-        """True if the free label is the contiguous one."""
-        return self.tile.along[0] != self.contracted
+    def jobs(self) -> list[list[tuple[int, int]]]:
+        """The batches of `copies.batches`."""
+        most = BATCH if self.k.plan.registers is None else SMALL_BATCH
+        return batches([p.tile for p in self.places], self.threads, most)
 
-
-class Copies:
-    """The copies of a block; without any operand to copy there are no such warps."""
-
-    def __init__(self, known: Known, walk: Walk) -> None:
-        self.k, self.walk, plan = known, walk, known.plan
-        self.threads = 32 * plan.copiers
-        main, inner, after = known.groups
-        self.staged = [self.of_rows(n, op) for n, op in enumerate(plan.rows) if op in plan.copied]
-        self.staged += self.of_columns(main, lambda memory: memory.columns)
-        for i, group in enumerate(g for g in inner if g.views):
-            self.staged += self.of_columns(group, lambda memory, i=i: memory.hidden.inner[i])
-        self.after = list[Place]()
-        for t, group in enumerate(after):
-            self.after += self.of_columns(group, lambda memory, t=t: memory.hidden.after[t])
-        #: warps that arrive at the barrier of a stage, and of the products after the loop
-        self.stage_warps = plan.copiers if self.staged else 0
-        self.after_warps = plan.copiers if self.after else 0
-
-    # ------------------------------------------------------------------------------------ places
-
-    def of_rows(self, n: int, op: int) -> Place:
-        """The place of the row operand number ``n``."""
-        k = self.k
-
-        def layout() -> Any:
-            return k.row_layout(k.m, k.stages * k.chunks).outer
-
-        def coordinate(row: Any, depth: Any, stage: Any) -> Any:
-            return row, depth % CHUNK, stage * k.chunks + depth // CHUNK
-
-        tile = k.plan.copied_tiles[op]
-        return Place(
-            tile, layout, 3, coordinate, lambda m: m.rows[n].iterator, k.plan.contracted
-        )
-
-    def of_columns(self, group: ColumnGroup, memory: Any) -> list[Place]:
-        """The places of a group of column operands."""
-        k, plan, width = self.k, self.k.plan, group.width
-
-        def layout() -> Any:
-            return group.layout(k.dtype, group.slots * group.boxes).outer
-
-        found = []
-        for n, (op, view) in enumerate(group.views.items()):
-            if op not in plan.copied:
-                continue
-
-            def coordinate(column: Any, depth: Any, stage: Any, n: int = n) -> Any:
-                box = stage * group.boxes + n * group.blocks + column // width
-                return column % width, depth, box
-
-            labels = (group.column, width * group.blocks), (group.contracted, group.depth)
-            bits = {16: 1, 32: 2, 64: 3}[width if group.column_major else CHUNK]
-            tile = CopiedTile.of(view, *labels)
-            place = Place(
-                tile, layout, bits, coordinate, lambda m: memory(m).iterator, group.contracted
-            )
-            found.append(place)
-        return found
-
-    # ------------------------------------------------------------------------------------ device
-
-    @cute.jit
-    def run(self, here):
-        """Copy all tiles of this block."""
-        k, at = self.k, here.memory.ring.first(phase=1)
-        if cutlass.const_expr(not all(map(k.is_early, k.plan.copied))):
-            wait_for_predecessor()
-        if cutlass.const_expr(len(self.staged) > 0):
-            if cutlass.const_expr(self.walk.persistent):
-                first, end = self.walk.run(here.tensors)
-                for number in cutlass.range(first, end, unroll=1):
-                    at = self.copy_tile(here.at(self.walk.tile(number, here.tensors)), at)
-            else:
-                self.copy_tile(here, at)
-        if cutlass.const_expr(len(self.after) > 0):
-            self.copy_after(here)
-
-    @cute.jit
-    def copy_tile(self, here, at):
-        """Copy the operands of all stages of a tile; return the next slot of the ring."""
-        k, ring, count = self.k, here.memory.ring, self.k.plan.iterations
-        jobs = batches([p.tile for p in self.staged], self.threads)
-        registers = self.registers(self.staged, jobs)
-        first = here.tile.rank * (count * k.k)
-        self.fetch(self.staged, jobs[0], registers[0], first, here)
-        for i in cutlass.range(count, unroll=1):
-            depth = first + i * k.k
-            for j in cutlass.range_constexpr(len(jobs)):
-                if cutlass.const_expr(j + 1 < len(jobs)):
-                    self.fetch(self.staged, jobs[j + 1], registers[(j + 1) % 2], depth, here)
-                elif i + 1 < count:
-                    self.fetch(self.staged, jobs[0], registers[0], depth + k.k, here)
-                if cutlass.const_expr(j == 0):
-                    ring.wait_empty(at)
-                self.write(self.staged, jobs[j], registers[j % 2], depth, at.stage, here)
-            release_warp(ring.full[at.stage], here.lane)
-            at = ring.next(at)
-        return at
-
-    @cute.jit
-    def copy_after(self, here):
-        """Copy the column operands of the products after the loop."""
-        jobs = batches([p.tile for p in self.after], self.threads)
-        registers = self.registers(self.after, jobs)
-        for j in cutlass.range_constexpr(len(jobs)):
-            self.fetch(self.after, jobs[j], registers[j % 2], 0, here)
-            self.write(self.after, jobs[j], registers[j % 2], 0, 0, here)
-        release_warp(here.memory.after_full.only, here.lane)
-
-    def registers(self, places: list[Place], jobs: Any) -> list[list[cute.Tensor]]:
+    def registers(self) -> list[list[cute.Tensor]]:
         """Two sets of registers, each for the largest batch."""
-        most = max(map(len, jobs))
-        return [[self.kind(places[0]).registers() for _ in range(most)] for _ in range(2)]
+        most, kind = max(map(len, self.jobs)), self.kind(self.places[0])
+        return [[kind.registers() for _ in range(most)] for _ in range(2)]
 
     def kind(self, place: Place) -> Unaligned:
         """How an operand's pieces lie."""
@@ -173,58 +120,141 @@ class Copies:
         return Unaligned(self.k.dtype, step(place.tile.view), whole)
 
     @cute.jit
-    def fetch(self, places: cutlass.Constexpr, job: cutlass.Constexpr, registers, depth, here):
-        """Ask memory for the pieces of a batch; ``depth``: start along the contracted label."""
-        for n, (t, i) in enumerate(job):
-            place = places[t]
-            start, count, _, _ = self.piece_at(place, i, depth, here)
+    def fetch(self, j: cutlass.Constexpr, registers, depth, here):
+        """Ask memory for the pieces of batch ``j``; ``depth``: start of the stage along the
+        contracted label."""
+        for n, (t, i) in enumerate(self.jobs[j]):
+            place = self.places[t]
+            start, count = self.source(place, i, depth, here)
             tensor = here.tensors[place.tile.view.argument]
             self.kind(place).fetch(registers[n], tensor, start, count)
 
     @cute.jit
-    def write(
-        self, places: cutlass.Constexpr, job: cutlass.Constexpr, registers, depth, stage, here
-    ):
-        """Write the pieces of a batch to a stage."""
-        for n, (t, i) in enumerate(job):
-            place = places[t]
-            start, count, line, along = self.piece_at(place, i, depth, here)
+    def write(self, j: cutlass.Constexpr, registers, depth, stage, here):
+        """Write the pieces of batch ``j`` to a stage."""
+        for n, (t, i) in enumerate(self.jobs[j]):
+            place = self.places[t]
+            start, count = self.source(place, i, depth, here)
             piece = self.kind(place).piece(registers[n], start, count)
+            line, along = self.piece_at(place, i, here)
             target = self.target(place, line, along, stage, here)
             if cutlass.const_expr(place.tile.pieces % self.threads == 0):
                 cute.autovec_copy(piece, target)
             elif line < place.tile.lines[1]:
                 cute.autovec_copy(piece, target)
 
-    def piece_at(self, place: Place, i: int, depth: Any, here: Here) -> Any:
-        """Piece ``i`` of a thread: its first element in memory, the number of elements from there
-        to the end of its row (none if there is no such row), its row and its place there."""
-        k, tile, tensors = self.k, place.tile, here.tensors
-        item, width = here.thread + i * self.threads, tile.along[1] // PIECE
-        line, along = item // width, item % width * PIECE
+    def piece_at(self, place: Place, i: int, here: Here) -> tuple[Any, Any]:
+        """Row of memory, and element in it, of a thread's piece ``i`` in the tile."""
+        item, width = here.thread + i * self.threads, place.tile.along[1] // PIECE
+        return item // width, item % width * PIECE
+
+    def source(self, place: Place, i: int, depth: Any, here: Here) -> tuple[Any, Any]:
+        """First element in memory of a thread's piece ``i``, and the number of elements from there
+        to the end of its row: none, or fewer, if the tile has no such row or piece."""
+        tile, tensors, extents = place.tile, here.tensors, self.k.extents
+        line, along = self.piece_at(place, i, here)
         row = self.origin(tile.lines[0], depth, here) + line
         at = self.origin(tile.along[0], depth, here) + along
-        inside = cutlass.Int32(line < tile.lines[1]) * cutlass.Int32(
-            row < k.extents.of(tile.lines[0], tensors)
-        )
-        start = k.batch_offset(tile.view, here.tile.batch)
+        start = self.k.batch_offset(tile.view, here.tile.batch)
         start = start + row * tile.view.stride(tile.lines[0]) + at
-        return start, (k.extents.of(tile.along[0], tensors) - at) * inside, line, along
+        inside = (line < tile.lines[1]) & (row < extents.of(tile.lines[0], tensors))
+        count = extents.of(tile.along[0], tensors) - at
+        return start, Int32(select_(inside, count, Int32(0)))
 
     def origin(self, label: str, depth: Any, here: Here) -> Any:
         """Start of the tile along a label; blocks have the whole of hidden ones."""
-        k, plan = self.k, self.k.plan
-        if label == plan.contracted:
+        k = self.k
+        if label == k.plan.contracted:
             return depth
-        starts = {plan.row: here.tile.row * k.m, plan.column: here.tile.column * k.n}
+        starts = {k.plan.row: here.tile.row * k.m, k.plan.column: here.tile.column * k.n}
         return starts.get(label, 0)
 
     def target(self, place: Place, line: Any, along: Any, stage: Any, here: Here) -> cute.Tensor:
-        """The place of a piece in shared memory."""
-        free = (along, line) if place.free_along else (line, along)
-        offset = cute.crd2idx(place.coordinate(*free, stage), place.layout())
-        number = offset // PIECE
-        # a swizzle permutes the pieces of a row by the number of the row of 128 bytes
+        """Where a piece lies in shared memory."""
+        free = (line, along) if place.tile.along[0] == place.contracted else (along, line)
+        number = cute.crd2idx(place.coordinate(*free, stage), place.layout()) // PIECE
+        # a swizzle permutes the pieces of a row of 128 bytes by the row's number
         number = number ^ (number // PIECE % (1 << place.swizzled))
-        pointer = cute.recast_ptr(place.pointer(here.memory), dtype=self.k.dtype)
+        pointer = cute.recast_ptr(place.memory(here.memory).iterator, dtype=self.k.dtype)
         return neighbours(pointer + cute.assume(number * PIECE, divby=PIECE), PIECE)
+
+
+class Copies:
+    """The copies of a block; for a plan without any there are no such warps."""
+
+    def __init__(self, known: Known, walk: Walk) -> None:
+        self.k, self.walk, plan = known, walk, known.plan
+        main, inner, after = known.groups
+        copied = [(n, op) for n, op in enumerate(plan.rows) if op in plan.copied]
+        staged = [place_of_rows(known, n, op) for n, op in copied]
+        staged += places_of_columns(known, main, lambda m: m.columns)
+        for i, group in enumerate(g for g in inner if g.views):
+            staged += places_of_columns(known, group, lambda m, i=i: m.hidden.inner[i])
+        behind = list[Place]()
+        for t, group in enumerate(after):
+            behind += places_of_columns(known, group, lambda m, t=t: m.hidden.after[t])
+        self.team = plan.team
+        #: of the loop, by the threads of a team; of the products after it, by all
+        self.loop = Share(known, staged, 32 * self.team.warps)
+        self.after = Share(known, behind, 32 * plan.copiers)
+        #: warps that arrive at the barrier of a stage, and at that of the products after the loop
+        self.stage_warps = self.team.warps if staged else 0
+        self.after_warps = plan.copiers if behind else 0
+
+    @cute.jit
+    def run(self, here):
+        """Copy all tiles of this block."""
+        k = self.k
+        if cutlass.const_expr(not all(map(k.is_early, k.plan.copied))):
+            wait_for_predecessor()
+        if cutlass.const_expr(self.stage_warps > 0):
+            if here.thread < self.team.count * self.loop.threads:
+                self.copy_tiles(here)
+        if cutlass.const_expr(self.after_warps > 0):
+            self.copy_after(here)
+
+    @cute.jit
+    def copy_tiles(self, here):
+        """Copy this team's stages, of all tiles of the block."""
+        turn, own = here.thread // self.loop.threads, here.by(here.thread % self.loop.threads)
+        ring, tensors = here.memory.ring, here.tensors
+        at = ring.skip(ring.first(phase=1), turn)
+        if cutlass.const_expr(self.walk.persistent):
+            first, end = self.walk.run(tensors)
+            for number in cutlass.range(first, end, unroll=1):
+                at, turn = self.copy_tile(own.at(self.walk.tile(number, tensors)), at, turn)
+        else:
+            self.copy_tile(own, at, turn)
+
+    @cute.jit
+    def copy_tile(self, here, at, turn):
+        """Copy this team's stages of a tile, from iteration ``turn`` on; return its next slot of the
+        ring, and its first iteration in the next tile."""
+        k, ring, teams, loop = self.k, here.memory.ring, self.team.count, self.loop
+        registers, last, count = loop.registers(), len(loop.jobs) - 1, k.plan.iterations
+        first = here.tile.rank * (count * k.k)
+        if turn < count:
+            loop.fetch(0, registers[0], first + turn * k.k, here)
+        for i in cutlass.range(turn, count, teams, unroll=1):
+            depth = first + i * k.k
+            for j in cutlass.range_constexpr(last + 1):
+                if cutlass.const_expr(j < last):
+                    loop.fetch(j + 1, registers[(j + 1) % 2], depth, here)
+                elif i + teams < count:
+                    loop.fetch(0, registers[0], depth + teams * k.k, here)
+                if cutlass.const_expr(j == 0):
+                    ring.wait_empty(at)
+                loop.write(j, registers[j % 2], depth, at.stage, here)
+            release_warp(ring.full[at.stage], here.lane)
+            at = ring.skip(at, teams)
+            turn += teams
+        return at, turn - count
+
+    @cute.jit
+    def copy_after(self, here):
+        """Copy the column operands of the products after the loop."""
+        registers = self.after.registers()
+        for j in cutlass.range_constexpr(len(self.after.jobs)):
+            self.after.fetch(j, registers[j % 2], 0, here)
+            self.after.write(j, registers[j % 2], 0, 0, here)
+        release_warp(here.memory.after_full.only, here.lane)
