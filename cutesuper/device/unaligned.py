@@ -19,6 +19,12 @@ from cutesuper.device.fragments import PIECE, fragment, words_of
 from cutesuper.device.memory import neighbours, one
 
 
+def anew(value: Any, lane: Any) -> Any:
+    """The same number, from which the compiler derives nothing ahead of this place: it computes the
+    addresses of all pieces before a loop, and keeps them in more registers than a thread has."""
+    return cute.arch.shuffle_sync(value, lane)
+
+
 @dataclass(frozen=True)
 class Unaligned:
     """How the pieces of a tensor lie.
@@ -40,30 +46,46 @@ class Unaligned:
     @cute.jit
     def fetch(self, registers, tensor, start, count):
         """Ask for the words of ``count`` elements (at most a piece; none if it is negative) from
-        element ``start`` of a tensor; nothing behind its end is read."""
-        first = start - start % PIECE
-        if count > 0:
-            self.word(registers, 0, tensor, first)
-        if cutlass.const_expr(self.step < PIECE):
-            if start > first and count > PIECE - (start - first):
-                self.word(registers, 1, tensor, first + PIECE)
+        element ``start`` of a tensor, but for the tensor's last word if it has less than that."""
+        for n in cutlass.range_constexpr(self.words):
+            at = self.word(n, start)
+            if self.needs(n, start, count) and at + PIECE <= cute.size(tensor):
+                pointer = tensor.iterator + cute.assume(at, divby=PIECE)
+                cute.autovec_copy(neighbours(pointer, PIECE), self.half(registers, n))
 
     @cute.jit
-    def word(self, registers, n: cutlass.Constexpr, tensor, at):
-        """Read word ``n``, which begins at element ``at``; of the tensor's last one what there
-        is."""
+    def fetch_end(self, registers, tensor, start, count):
+        """Read what there is of the tensor's last word, if it is one of these."""
+        for n in cutlass.range_constexpr(self.words):
+            at, length, target = self.word(n, start), cute.size(tensor), self.half(registers, n)
+            if self.needs(n, start, count) and at + PIECE > length:
+                for e in cutlass.range_constexpr(PIECE - 1):
+                    if at + e < length:
+                        target[e] = one(tensor.iterator + (at + e))[0]
+
+    def meets_end(self, tensor: cute.Tensor, start: Any, count: Any) -> Any:
+        """True if `fetch_end` has something to read; None if that is never so."""
         length = cute.size(tensor)
-        pointer = tensor.iterator + cute.assume(at, divby=PIECE)
-        target = neighbours(registers.iterator + n * PIECE, PIECE)
-        if cutlass.const_expr(isinstance(length, int) and length % PIECE == 0):
-            if at < length:
-                cute.autovec_copy(neighbours(pointer, PIECE), target)
-        elif at + PIECE <= length:
-            cute.autovec_copy(neighbours(pointer, PIECE), target)
-        else:
-            for e in cutlass.range_constexpr(PIECE - 1):
-                if at + e < length:
-                    target[e] = one(pointer + e)[0]
+        if isinstance(length, int) and length % PIECE == 0:
+            return None
+        return (count > 0) & (self.word(self.words, start) > length)
+
+    @property
+    def words(self) -> int:
+        """Number of words that a piece may lie in."""
+        return 1 if self.step == PIECE else 2
+
+    def word(self, n: int, start: Any) -> Any:
+        """First element of word ``n`` of a piece."""
+        return (start & -PIECE) + n * PIECE
+
+    def needs(self, n: int, start: Any, count: Any) -> Any:
+        """True if elements of a piece lie in its word ``n``."""
+        return count > (0 if n == 0 else PIECE - (start & (PIECE - 1)))
+
+    def half(self, registers: cute.Tensor, n: int) -> cute.Tensor:
+        """The registers of word ``n``."""
+        return neighbours(registers.iterator + n * PIECE, PIECE)
 
     def piece(self, registers: cute.Tensor, start: Any, count: Any) -> cute.Tensor:
         """The piece whose words were fetched; zeros behind its ``count`` elements."""
@@ -71,11 +93,11 @@ class Unaligned:
         # a bit of the distance to the word's start at a time
         for distance in (4, 2):
             if self.step <= distance:
-                far, by = start % (2 * distance) >= distance, distance // 2
+                far, by = (start & distance) > 0, distance // 2
                 pairs = zip(words, words[by:], strict=False)
                 words = [Int32(select_(far, b, a)) for a, b in pairs]
         if self.step == 1:
-            bits = start % 2 * 16
+            bits = (start & 1) * 16
             pairs = zip(words, words[1:], strict=False)
             words = [cute.arch.shf(a, b, bits, "r") for a, b in pairs]
         found = fragment(PIECE, self.dtype)

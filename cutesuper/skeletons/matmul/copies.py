@@ -19,7 +19,7 @@ PIECE = 8
 #: most pieces that a thread asks for at a time, each in 8 registers; it asks for the next ones before
 #: it writes these
 BATCH = 4
-#: the same where registers are handed over to the consumers: of 56 and 72 pieces may have 32
+#: the same where registers are handed over to the consumers: of 72 and 80 pieces may have 32
 SMALL_BATCH = 2
 
 
@@ -91,9 +91,11 @@ class Team:
         """Teams of so many warps for stages with this number of pieces.
 
         >>> Team.of(640, 11, 12), Team.of(3072, 7, 4)
-        (Team(count=5, warps=2), Team(count=1, warps=7))
+        (Team(count=5, warps=2), Team(count=1, warps=6))
         """
         own = min(warps, max(1, pieces // (32 * 2 * BATCH)))
+        # of an even number a thread's pieces lie in one row of the swizzle
+        own -= own % 2 * (own > 1)
         return Team(min(warps // own, stages), own)
 
 

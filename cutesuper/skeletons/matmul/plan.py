@@ -367,9 +367,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or of the 384 x 168
         # with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and producer are one
-        # warpgroup, or 2 x 128 x 232 + 128 x 40; with copiers 2 x 128 x 184 + 2 x 128 x 72
+        # warpgroup, or 2 x 128 x 232 + 128 x 40; with copiers 2 x 128 x 176 + 2 x 128 x 80
         if self.copiers:
-            return (184, 88, 56) if self.helpers == 4 else (184, 72, 72)
+            return (176, 88, 72) if self.helpers == 4 else (176, 80, 80)
         if not self.has_helpers:
             return 232, 0, 40
         return (192, 96, 32) if self.schedule.helpers == 4 else (208, 88, 88)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import cutlass
@@ -19,7 +21,7 @@ from cutlass.cutlass_dsl import select_
 from cutesuper.device.barriers import release_warp
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.memory import neighbours
-from cutesuper.device.unaligned import Unaligned
+from cutesuper.device.unaligned import Unaligned, anew
 from cutesuper.skeletons.matmul.copies import (
     BATCH,
     PIECE,
@@ -123,15 +125,39 @@ class Share:
     def fetch(self, j: cutlass.Constexpr, registers, depth, here):
         """Ask memory for the pieces of batch ``j``; ``depth``: start of the stage along the
         contracted label."""
+        here = here.by(anew(here.thread, here.lane))
         for n, (t, i) in enumerate(self.jobs[j]):
-            place = self.places[t]
-            start, count = self.source(place, i, depth, here)
-            tensor = here.tensors[place.tile.view.argument]
-            self.kind(place).fetch(registers[n], tensor, start, count)
+            start, count = self.source(self.places[t], i, depth, here)
+            tensor = here.tensors[self.places[t].tile.view.argument]
+            self.kind(self.places[t]).fetch(registers[n], tensor, start, count)
+        ends = self.ends(j, depth, here)
+        if cutlass.const_expr(len(ends) > 0):
+            # one branch for all, behind the loads
+            if reduce(or_, ends):
+                self.fetch_ends(j, registers, depth, here)
+
+    def ends(self, j: int, depth: Any, here: Here) -> list[Any]:
+        """Predicates: true where a piece has some of the last elements of its tensor, which are no
+        whole word."""
+        found = []
+        for t, i in self.jobs[j]:
+            start, count = self.source(self.places[t], i, depth, here)
+            tensor = here.tensors[self.places[t].tile.view.argument]
+            found.append(self.kind(self.places[t]).meets_end(tensor, start, count))
+        return [end for end in found if end is not None]
+
+    @cute.jit
+    def fetch_ends(self, j: cutlass.Constexpr, registers, depth, here):
+        """Read the last elements of tensors, for those pieces of batch ``j`` that have some."""
+        for n, (t, i) in enumerate(self.jobs[j]):
+            start, count = self.source(self.places[t], i, depth, here)
+            tensor = here.tensors[self.places[t].tile.view.argument]
+            self.kind(self.places[t]).fetch_end(registers[n], tensor, start, count)
 
     @cute.jit
     def write(self, j: cutlass.Constexpr, registers, depth, stage, here):
         """Write the pieces of batch ``j`` to a stage."""
+        here = here.by(anew(here.thread, here.lane))
         for n, (t, i) in enumerate(self.jobs[j]):
             place = self.places[t]
             start, count = self.source(place, i, depth, here)
@@ -145,8 +171,12 @@ class Share:
 
     def piece_at(self, place: Place, i: int, here: Here) -> tuple[Any, Any]:
         """Row of memory, and element in it, of a thread's piece ``i`` in the tile."""
-        item, width = here.thread + i * self.threads, place.tile.along[1] // PIECE
-        return item // width, item % width * PIECE
+        width = place.tile.along[1] // PIECE
+        if self.threads % width:
+            item = here.thread + i * self.threads
+            return item // width, item % width * PIECE
+        line = here.thread // width + i * (self.threads // width)
+        return line, here.thread % width * PIECE
 
     def source(self, place: Place, i: int, depth: Any, here: Here) -> tuple[Any, Any]:
         """First element in memory of a thread's piece ``i``, and the number of elements from there
