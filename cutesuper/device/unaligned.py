@@ -1,110 +1,71 @@
-"""Pieces of 16 bytes from anywhere in a tensor of 16-bit elements.
+"""Rows of 16-bit elements that begin anywhere, on their way into shared memory.
 
-Memory is read in aligned words of 16 bytes. A piece that begins between two words is shifted together
-from both; neighbouring threads read neighbouring pieces, so that the second word of one is the first
-of the next and comes from L1.
+Memory is read in aligned words of 16 bytes by asynchronous copies (`cp.async`), which need no
+registers while they are on their way. A piece of 8 elements that begins between two words is then
+shifted together from both.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.cutlass_dsl import select_
+from cutlass._mlir.dialects import nvvm
+from cutlass.cutlass_dsl import dsl_user_op, select_
 
-from cutesuper.device.fragments import PIECE, fragment, words_of
-from cutesuper.device.memory import neighbours, one
-
-
-def anew(value: Any, lane: Any) -> Any:
-    """The same number, from which the compiler derives nothing ahead of this place: it computes the
-    addresses of all pieces before a loop, and keeps them in more registers than a thread has."""
-    return cute.arch.shuffle_sync(value, lane)
+from cutesuper.device.fragments import PIECE, fetched, fragment, words_of
+from cutesuper.device.memory import neighbours
 
 
-@dataclass(frozen=True)
-class Unaligned:
-    """How the pieces of a tensor lie.
+@dsl_user_op
+def copy_word(
+    source: cute.Pointer, target: cute.Pointer, count: Any, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Copy the first ``count`` bytes of a word into shared memory, and zeros behind them. The word is
+    there when `wait_for_words` says so, for the thread that has asked for it."""
+    nvvm.cp_async_shared_global(
+        target.to_llvm_ptr(loc=loc, ip=ip), source.to_llvm_ptr(loc=loc, ip=ip), 2 * PIECE,
+        nvvm.LoadCacheModifierKind.CG, cp_size=Int32(count).ir_value(loc=loc, ip=ip),
+        loc=loc, ip=ip,
+    )  # fmt: skip
 
-    Attributes:
-        dtype: of 16 bits.
-        step: 1, 2, 4 or 8: every piece begins at a multiple of it, in elements.
-        whole: true if no row ends inside a piece.
+
+def end_words() -> None:
+    """End a group of words that are waited for together."""
+    cute.arch.cp_async_commit_group()
+
+
+def wait_for_words(left: int) -> None:
+    """Wait for this warp's words, but for those of the last ``left`` groups."""
+    cute.arch.cp_async_wait_group(left)
+    cute.arch.sync_warp()
+
+
+def shifted(words: cute.Pointer, start: Any, count: Any, step: int, whole: bool) -> cute.Tensor:
+    """A piece from the two words in shared memory that it lies in.
+
+    Args:
+        words: the first of them, aligned; its neighbour is the other one.
+        start: first element of the piece, whose place in the first word is that modulo 8.
+        count: elements of the piece that exist, if that is less than 8; zeros follow them.
+        step: 1, 2 or 4: all pieces begin at multiples of it.
+        whole: true if ``count`` is never between 0 and 8.
     """
-
-    dtype: Any
-    step: int
-    whole: bool
-
-    def registers(self) -> cute.Tensor:
-        """Room for the words of a piece, in the first half those of the first one."""
-        return fragment(2 * PIECE, self.dtype)
-
-    @cute.jit
-    def fetch(self, registers, tensor, start, count):
-        """Ask for the words of ``count`` elements (at most a piece; none if it is negative) from
-        element ``start`` of a tensor, but for the tensor's last word if it has less than that."""
-        for n in cutlass.range_constexpr(self.words):
-            at = self.word(n, start)
-            if self.needs(n, start, count) and at + PIECE <= cute.size(tensor):
-                pointer = tensor.iterator + cute.assume(at, divby=PIECE)
-                cute.autovec_copy(neighbours(pointer, PIECE), self.half(registers, n))
-
-    @cute.jit
-    def fetch_end(self, registers, tensor, start, count):
-        """Read what there is of the tensor's last word, if it is one of these."""
-        for n in cutlass.range_constexpr(self.words):
-            at, length, target = self.word(n, start), cute.size(tensor), self.half(registers, n)
-            if self.needs(n, start, count) and at + PIECE > length:
-                for e in cutlass.range_constexpr(PIECE - 1):
-                    if at + e < length:
-                        target[e] = one(tensor.iterator + (at + e))[0]
-
-    def meets_end(self, tensor: cute.Tensor, start: Any, count: Any) -> Any:
-        """True if `fetch_end` has something to read; None if that is never so."""
-        length = cute.size(tensor)
-        if isinstance(length, int) and length % PIECE == 0:
-            return None
-        return (count > 0) & (self.word(self.words, start) > length)
-
-    @property
-    def words(self) -> int:
-        """Number of words that a piece may lie in."""
-        return 1 if self.step == PIECE else 2
-
-    def word(self, n: int, start: Any) -> Any:
-        """First element of word ``n`` of a piece."""
-        return (start & -PIECE) + n * PIECE
-
-    def needs(self, n: int, start: Any, count: Any) -> Any:
-        """True if elements of a piece lie in its word ``n``."""
-        return count > (0 if n == 0 else PIECE - (start & (PIECE - 1)))
-
-    def half(self, registers: cute.Tensor, n: int) -> cute.Tensor:
-        """The registers of word ``n``."""
-        return neighbours(registers.iterator + n * PIECE, PIECE)
-
-    def piece(self, registers: cute.Tensor, start: Any, count: Any) -> cute.Tensor:
-        """The piece whose words were fetched; zeros behind its ``count`` elements."""
-        words = words_of(registers)
-        # a bit of the distance to the word's start at a time
-        for distance in (4, 2):
-            if self.step <= distance:
-                far, by = (start & distance) > 0, distance // 2
-                pairs = zip(words, words[by:], strict=False)
-                words = [Int32(select_(far, b, a)) for a, b in pairs]
-        if self.step == 1:
-            bits = (start & 1) * 16
-            pairs = zip(words, words[1:], strict=False)
-            words = [cute.arch.shf(a, b, bits, "r") for a, b in pairs]
-        found = fragment(PIECE, self.dtype)
-        target = cute.recast_tensor(found, Int32)
-        for n in range(PIECE // 2):
-            word = words[n]
-            if not self.whole:
-                word = Int32(select_(count > 2 * n + 1, word, word & 0xFFFF))
-            target[n] = Int32(select_(count > (0 if self.whole else 2 * n), word, Int32(0)))
-        return found
+    both = words_of(fetched(neighbours(words, 2 * PIECE)))
+    # a bit of the distance to the first word's start at a time
+    for distance in (4, 2):
+        if step <= distance:
+            far, pairs = (start & distance) > 0, zip(both, both[distance // 2 :], strict=False)
+            both = [Int32(select_(far, b, a)) for a, b in pairs]
+    if step == 1:
+        bits, pairs = (start & 1) * 16, zip(both, both[1:], strict=False)
+        both = [cute.arch.shf(a, b, bits, "r") for a, b in pairs]
+    found = fragment(PIECE, words.dtype)
+    target = cute.recast_tensor(found, Int32)
+    for n in range(PIECE // 2):
+        word = both[n]
+        if not whole:
+            word = Int32(select_(count > 2 * n + 1, word, word & 0xFFFF))
+        target[n] = Int32(select_(count > (0 if whole else 2 * n), word, Int32(0)))
+    return found

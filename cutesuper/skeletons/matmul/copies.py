@@ -1,26 +1,30 @@
 """Operands that threads copy into shared memory, because bulk loads cannot address them.
 
 TMA takes strides that are multiples of 16 bytes. The rows of ``X[16, 4097]`` in fp16 begin at any
-multiple of 2: copier warps read them in aligned words, shift these to pieces of 8 elements, and write
-the pieces to the places where a bulk load would have put them. Nothing else of the loop knows.
+multiple of 2: copier warps bring the aligned words that hold them, shift these to pieces of 8
+elements, and write the pieces to the places where a bulk load would have put them. Nothing else of
+the loop knows.
+
+A tile consists of segments, 64 neighbouring elements of a row: 8 lanes of a warp copy one, in 9
+words. A warp copies 4 segments at a time, its *turn*, and shifts what it has brought itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import gcd
 
 from cutesuper.ir.dims import ceil_div
 from cutesuper.skeletons.base import View
 
-#: 16-bit elements of a piece
-PIECE = 8
-#: most pieces that a thread asks for at a time, each in 8 registers; it asks for the next ones before
-#: it writes these
-BATCH = 4
-#: the same where registers are handed over to the consumers: of 72 and 80 pieces may have 32
-SMALL_BATCH = 2
+#: 16-bit elements of a piece, and of a segment
+PIECE, SEGMENT = 8, 64
+#: segments of a turn, and the bytes that it brings
+TURN, TURN_BYTES = 4, 4 * 9 * 16
+#: bytes that a block has on their way at least, if it has stages enough: what the memory's latency
+#: asks for
+IN_FLIGHT = 32 * 1024
 
 
 def unaligned(views: Mapping[int, View]) -> dict[int, View]:
@@ -39,12 +43,12 @@ def step(view: View) -> int:
 
 @dataclass(frozen=True)
 class CopiedTile:
-    """The tile of an operand in one stage.
+    """The tile of an operand.
 
     Attributes:
         view: the operand.
         lines: label and extent of its rows in memory.
-        along: label and extent of what is contiguous, in whole pieces.
+        along: label and extent of what is contiguous, in whole segments.
     """
 
     view: View
@@ -59,55 +63,25 @@ class CopiedTile:
         return CopiedTile(view, lines, along)
 
     @property
-    def pieces(self) -> int:
-        """Number of pieces."""
-        return self.lines[1] * self.along[1] // PIECE
+    def segments(self) -> int:
+        """Number of segments."""
+        return self.lines[1] * self.along[1] // SEGMENT
 
     @property
     def bytes(self) -> int:
         """Bytes in shared memory."""
-        return 2 * PIECE * self.pieces
+        return 2 * SEGMENT * self.segments
 
-    def each(self, threads: int) -> int:
-        """Number of pieces of a thread, if so many threads share them."""
-        return ceil_div(self.pieces, threads)
-
-
-@dataclass(frozen=True)
-class Team:
-    """Warps that fill a stage together. Teams take stages in turn: with few bytes in a stage, warps
-    that shared it would have too few pieces to ask for at a time.
-
-    Attributes:
-        count: of teams, at most one for each stage of the ring.
-        warps: of each.
-    """
-
-    count: int
-    warps: int
-
-    @staticmethod
-    def of(pieces: int, warps: int, stages: int) -> Team:
-        """Teams of so many warps for stages with this number of pieces.
-
-        >>> Team.of(640, 11, 12), Team.of(3072, 7, 4)
-        (Team(count=5, warps=2), Team(count=1, warps=6))
-        """
-        own = min(warps, max(1, pieces // (32 * 2 * BATCH)))
-        # of an even number a thread's pieces lie in one row of the swizzle
-        own -= own % 2 * (own > 1)
-        return Team(min(warps // own, stages), own)
+    def turns(self, warps: int) -> int:
+        """Turns of each of so many warps."""
+        return ceil_div(self.segments, TURN * warps)
 
 
-def batches(tiles: list[CopiedTile], threads: int, most: int) -> list[list[tuple[int, int]]]:
-    """The pieces of a thread, as (tile, index) in the order in which it copies them: an even number
-    of batches of at most so many, as there are two sets of registers.
+def turns(tiles: Iterable[CopiedTile], warps: int) -> int:
+    """Turns of a warp for several tiles."""
+    return sum(t.turns(warps) for t in tiles)
 
-    >>> x = CopiedTile(View(0, ("M", "K"), (65, 1)), ("M", 16), ("K", 128))
-    >>> batches([x, x], 128, 4)
-    [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
-    """
-    own = [(t, i) for t, tile in enumerate(tiles) for i in range(tile.each(threads))]
-    count = 2 * max(1, ceil_div(len(own), 2 * most))
-    ends = [len(own) * n // count for n in range(count + 1)]
-    return [own[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+
+def depth(tiles: Iterable[CopiedTile]) -> int:
+    """Number of stages whose words are on their way: 2, or 4 if they are small."""
+    return 2 if sum(t.bytes for t in tiles) >= IN_FLIGHT // 2 else 4

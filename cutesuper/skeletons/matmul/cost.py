@@ -60,15 +60,8 @@ def _wave(
         # 10.9 in 32 iterations and 10.5 in 16
         "iterations": loop * r.iteration_us * (1 + len(plan.tails)) + on_one * own[0],
         "tensor": on_one * own[1],
-        "copies": loop * _copies_us(plan, target),
+        "copies": on_one * (plan.stage_bytes - plan.bulk_bytes) / r.copied_bytes_per_us,
     }
-
-
-def _copies_us(plan: MatmulPlan, target: Target) -> float:
-    """Time of the copier warps in an iteration: each has a few pieces on their way."""
-    copied = plan.stage_bytes - plan.bulk_bytes
-    warps = plan.team.count * plan.team.warps
-    return copied / (warps * target.rates.copier_bytes_per_us) if copied else 0.0
 
 
 def _piece(plan: MatmulPlan) -> int:

@@ -18,7 +18,7 @@ from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
-from cutesuper.skeletons.matmul.copies import PIECE, CopiedTile, Team, unaligned
+from cutesuper.skeletons.matmul.copies import PIECE, TURN_BYTES, CopiedTile, depth, turns, unaligned
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.targets import Target
 
@@ -304,14 +304,18 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def copiers(self) -> int:
-        """Warps that copy operands: with all others they are a block of 512 threads."""
-        return 15 - 4 * self.schedule.warpgroups - self.helpers if self.copied else 0
+        """Warps that copy operands."""
+        return self.copier_warps(self.schedule)
 
-    @property
-    def team(self) -> Team:
-        """The teams of the copiers."""
-        pieces = (self.stage_bytes - self.bulk_bytes) // (2 * PIECE)
-        return Team.of(pieces, self.copiers, self.schedule.stages)
+    def copier_warps(self, schedule: MatmulSchedule) -> int:
+        """Warps that copy operands: with all others they are a block of 512 threads."""
+        helpers = schedule.helpers * self.has_helpers
+        return 15 - 4 * schedule.warpgroups - helpers if self.copied else 0
+
+    def word_turns(self, warps: int) -> int:
+        """Turns of copied words for which each of so many copier warps has room."""
+        staged, after = self.copied_tiles.values(), self.copied_after.values()
+        return max(depth(staged) * turns(staged, warps), min(4, turns(after, warps)))
 
     @property
     def hidden_blocks(self) -> int:
@@ -407,6 +411,13 @@ class MatmulPlan(Plan[MatmulSchedule]):
         own = (self.contracted, k)
         return {op: CopiedTile.of(self.copied[op], f, own) for op, f in free.items() if op in self.copied}
 
+    @cached_property
+    def copied_after(self) -> dict[int, CopiedTile]:
+        """The same of the products after the loop."""
+        tails = [t for t in self.tails if t.load in self.copied]
+        column = self.column, self.tile[1]
+        return {t.load: CopiedTile.of(t.view, column, (t.hidden, t.padded)) for t in tails}
+
     @property
     def bulk_bytes(self) -> int:
         """Those of `stage_bytes` that bulk loads bring."""
@@ -460,7 +471,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
         alignment = 3072 + 1024 * bool(self.vector_rows)
         after = self.tail_bytes + self.reduction_bytes(schedule) + self.store_bytes(schedule)
-        return self.exchange_bytes + after + statistics + alignment
+        warps = self.copier_warps(schedule)
+        copied = warps * self.word_turns(warps) * TURN_BYTES if warps else 0
+        return self.exchange_bytes + after + statistics + alignment + copied
 
     @property
     def shared_bytes(self) -> int:
@@ -585,8 +598,11 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
             f"share_rows={s.share_rows}; use 1, 2, 4 or 8 blocks that load at least 8 of the {m} "
             "rows each"
         )
-    if s.share_rows > 1 and plan.rows.keys() & plan.copied.keys():
-        yield f"share_rows={s.share_rows} needs rows that bulk loads can address; use 1"
+    if (s.share_rows > 1 or s.persistent) and plan.copied:
+        yield (
+            f"share_rows={s.share_rows} and persistent={s.persistent} need operands that bulk loads "
+            f"can address, and threads copy {plan.names(plan.copied.values())}; use 1 and 0"
+        )
     if s.persistent % s.share_rows:
         yield f"persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"
     if s.persistent and plan.iterations <= s.stages:

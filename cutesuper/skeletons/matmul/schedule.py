@@ -104,10 +104,10 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     m, n, _ = plan.tile
     dims = plan.program.dims
     large = SETTINGS.choose(target, "share", rows=m)["walk"]
-    if not schedule.bulk_store or not large or schedule.warpgroups < 2:
+    if not schedule.bulk_store or not large or schedule.warpgroups < 2 or plan.copied:
         return schedule
     columns = ceil_div(extent(dims[plan.column]), n)
-    share = 1 if plan.rows.keys() & plan.copied.keys() else shared_by(columns, m, target)
+    share = shared_by(columns, m, target)
     slots = share * target.clusters[share]
     tiles = share * ceil_div(columns, share) * ceil_div(extent(dims[plan.row]), m)
     for label in plan.batch:

@@ -171,6 +171,7 @@ class Memory:
         ready: stages that the helpers have rewritten.
         received, reduced, columns_reduced: bytes of partial sums, statistics, reductions.
         after_full: bytes of the operands after the loop.
+        words: that threads have asked for, of operands that they copy; None without any.
     """
 
     hidden: Any
@@ -190,6 +191,7 @@ class Memory:
     warp_sums: Any
     block_sums: Any
     columns_reduced: Any
+    words: Any
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class MatmulKernel:
         self.tile_store = TileStore(known, leaves)
         epilogue = Epilogue(known, leaves, self.vectors, self.reductions, self.tile_store)
         self.producer = Producer(known, sharing, walk, self.tails)
-        self.copies = Copies(known, walk)
+        self.copies = Copies(known)
         self.consumer = Consumer(known, sharing, walk, self.tails, epilogue)
         #: True if blocks wait for each other before they use each other's shared memory
         self.grouped = plan.cluster_size > 1 or sharing.active
@@ -190,7 +190,7 @@ class MatmulKernel:
         return Memory(
             hidden, columns, rows, vectors, vector_rows, partials, statistics, row_values, pieces,
             ring, ready, received, reduced, after_full, warp_sums, block_sums,
-            Barriers.allocate(alloc, count) if count else None,
+            Barriers.allocate(alloc, count) if count else None, self.copies.allocate(alloc),
         )  # fmt: skip
 
     @cute.jit
