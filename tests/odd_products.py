@@ -36,14 +36,14 @@ def several(m: Dim, k: int, n: int, dtype: str) -> KernelGraph:
 
 Build = Callable[[Dim, int, int, str], KernelGraph]
 PROGRAMS: dict[str, Build] = {
-    "bias": lambda m, k, n, d: zoo.linear(m, k, n, d),
+    "bias": zoo.linear,
     "residual": lambda m, k, n, d: zoo.linear(m, k, n, d, "residual"),
     "silu": lambda m, k, n, d: zoo.linear(m, k, n, d, "silu"),
-    "norm": lambda m, k, n, d: zoo.rms_norm_linear(m, k, n, d),
+    "norm": zoo.rms_norm_linear,
     "norm, gain": lambda m, k, n, d: zoo.rms_norm_linear(m, k, n, d, True),
     "norm, gain, (N, K)": lambda m, k, n, d: zoo.rms_norm_linear(m, k, n, d, True, True),
-    "layer norm": lambda m, k, n, d: zoo.layer_norm_linear(m, k, n, d),
-    "gated": lambda m, k, n, d: zoo.gated_mlp(m, k, n, d),
+    "layer norm": zoo.layer_norm_linear,
+    "gated": zoo.gated_mlp,
     "several": several,
     "lora": lambda m, k, n, d: zoo.lora(m, k, n, 7, d),
     "lora, (N, K)": lambda m, k, n, d: zoo.lora(m, k, n, 33, d, transposed=True, norm=True),

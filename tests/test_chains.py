@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 
 pytest.importorskip("cutlass")
 
-from cutesuper.errors import LoweringError, ScheduleError, SearchError
+from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.dims import Symbol, ceil_div
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Options, choose

@@ -306,7 +306,9 @@ def test_what_no_kernel_runs_together_is_named_with_its_lines(
     first = inspect.getsourcelines(_biased)[1] + 1
     place = rf"at test_trace\.py:{first}-{first + 1}: nothing was found\. Leave it outside"
     with pytest.raises(SearchError, match=rf"superoptimize\(_biased\), {place}"):
-        cs.superoptimize(_biased, (randn(16, 64).bfloat16(), randn(64, 64).bfloat16()), target="h200")
+        cs.superoptimize(
+            _biased, (randn(16, 64).bfloat16(), randn(64, 64).bfloat16()), target="h200"
+        )
 
 
 def test_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ shifted together from both.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import cutlass.cute as cute
@@ -22,8 +23,8 @@ from cutesuper.device.memory import neighbours
 def copy_word(
     source: cute.Pointer, target: cute.Pointer, count: Any, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Copy the first ``count`` bytes of a word into shared memory, and zeros behind them. The word is
-    there when `wait_for_words` says so, for the thread that has asked for it."""
+    """Copy the first ``count`` bytes of a word into shared memory, and zeros behind them. The word
+    is there after `wait_for_words`, for the warp that has asked for it."""
     nvvm.cp_async_shared_global(
         target.to_llvm_ptr(loc=loc, ip=ip), source.to_llvm_ptr(loc=loc, ip=ip), 2 * PIECE,
         nvvm.LoadCacheModifierKind.CG, cp_size=Int32(count).ir_value(loc=loc, ip=ip),
@@ -59,8 +60,8 @@ def shifted(words: cute.Pointer, start: Any, count: Any, step: int, whole: bool)
             far, pairs = (start & distance) > 0, zip(both, both[distance // 2 :], strict=False)
             both = [Int32(select_(far, b, a)) for a, b in pairs]
     if step == 1:
-        bits, pairs = (start & 1) * 16, zip(both, both[1:], strict=False)
-        both = [cute.arch.shf(a, b, bits, "r") for a, b in pairs]
+        bits = (start & 1) * 16
+        both = [cute.arch.shf(a, b, bits, "r") for a, b in pairwise(both)]
     found = fragment(PIECE, words.dtype)
     target = cute.recast_tensor(found, Int32)
     for n in range(PIECE // 2):

@@ -72,14 +72,15 @@ class CopiedTile:
         """Bytes in shared memory."""
         return 2 * SEGMENT * self.segments
 
-    def turns(self, warps: int) -> int:
-        """Turns of each of so many warps."""
-        return ceil_div(self.segments, TURN * warps)
+    @property
+    def turns(self) -> int:
+        """Turns of all warps together; tiles have an extent of 8 or more, and one of 64 or more."""
+        return self.segments // TURN
 
 
 def turns(tiles: Iterable[CopiedTile], warps: int) -> int:
-    """Turns of a warp for several tiles."""
-    return sum(t.turns(warps) for t in tiles)
+    """Most turns of one of so many warps, which share out the turns of some tiles evenly."""
+    return ceil_div(sum(t.turns for t in tiles), warps)
 
 
 def depth(tiles: Iterable[CopiedTile]) -> int:

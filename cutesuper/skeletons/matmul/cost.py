@@ -23,7 +23,14 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
     slots = plan.cluster_size * target.clusters[plan.cluster_size]
     at_once = slots * _resident(plan, target)
     moved = plan.moved_bytes * (1 + r.piece_bytes / _piece(plan))
-    causes = ("memory", "ingest", "l2", "iterations", "tensor", *["copies"] * bool(plan.copied_tiles))
+    causes = (
+        "memory",
+        "ingest",
+        "l2",
+        "iterations",
+        "tensor",
+        *["copies"] * bool(plan.copied_tiles),
+    )
     parts = dict.fromkeys(causes, 0.0)
     own = _staged_us(plan, target), _tensor_us(plan, target)
     busy = 0.0

@@ -121,12 +121,12 @@ def _copy_lines(plan: MatmulPlan) -> list[str]:
     views = list(plan.copied.values())
     if not views:
         return []
-    count = len({v.argument for v in views})
-    return [
-        f"copied by threads, {'their' if count > 1 else 'its'} rows being no multiples of 16 bytes "
-        f"as bulk loads need them: {plan.names(views)}; "
-        f"{plan.stage_bytes - plan.bulk_bytes} bytes a stage"
-    ]
+    each = plan.stage_bytes - plan.bulk_bytes
+    line = (
+        f"copied by threads, as bulk loads take rows of multiples of 16 bytes only: "
+        f"{plan.names(views)}; {each} bytes a stage"
+    )
+    return [line]
 
 
 def _tail_line(plan: MatmulPlan, tail: Tail) -> str:

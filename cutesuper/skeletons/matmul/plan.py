@@ -313,9 +313,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return 15 - 4 * schedule.warpgroups - helpers if self.copied else 0
 
     def word_turns(self, warps: int) -> int:
-        """Turns of copied words for which each of so many copier warps has room."""
-        staged, after = self.copied_tiles.values(), self.copied_after.values()
-        return max(depth(staged) * turns(staged, warps), min(4, turns(after, warps)))
+        """Turns for whose words each of so many copier warps has room."""
+        staged = self.copied_tiles.values()
+        return max(1, depth(staged) * turns(staged, warps))
 
     @property
     def hidden_blocks(self) -> int:
@@ -385,9 +385,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def threads(self) -> int:
-        """Threads of consumer warpgroups, helper warps and copiers if there are any, and the producer
-        warp (padded to a warpgroup if registers are handed over, which only whole warpgroups can
-        do)."""
+        """Threads of consumer warpgroups, helper warps and copiers if there are any, and the
+        producer warp (padded to a warpgroup if registers are handed over, which only whole
+        warpgroups can do)."""
         others = 32 * (self.helpers + 1 + self.copiers)
         if self.registers is not None:
             others = 128 * ceil_div(others, 128)
@@ -405,11 +405,17 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def copied_tiles(self) -> dict[int, CopiedTile]:
         """The tiles of a stage that threads copy, by operation."""
         m, n, k = self.tile
-        free = dict.fromkeys(self.rows, (self.row, m)) | dict.fromkeys(self.columns, (self.column, n))
+        free = dict.fromkeys(self.rows, (self.row, m)) | dict.fromkeys(
+            self.columns, (self.column, n)
+        )
         for t in self.tails:
             free |= dict.fromkeys((x for x, _ in t.products), (t.hidden, t.width(self.narrow)))
         own = (self.contracted, k)
-        return {op: CopiedTile.of(self.copied[op], f, own) for op, f in free.items() if op in self.copied}
+        return {
+            op: CopiedTile.of(self.copied[op], f, own)
+            for op, f in free.items()
+            if op in self.copied
+        }
 
     @cached_property
     def copied_after(self) -> dict[int, CopiedTile]:
@@ -488,8 +494,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def store_piece(self) -> int:
-        """Elements in which rows of all outputs with columns can be stored: 1, 2, 4 or 8 of 16 bits;
-        0 if columns are no neighbours in memory or elements are wider."""
+        """Elements in which rows of all outputs with columns can be stored: 1, 2, 4 or 8 of 16
+        bits; 0 if columns are no neighbours in memory or elements are wider."""
         views = [o.view for o in self.outputs if self.column in o.view.labels]
         contiguous = all(v.stride(self.column) == 1 for v in views)
         narrow = all(self.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
@@ -600,8 +606,8 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         )
     if (s.share_rows > 1 or s.persistent) and plan.copied:
         yield (
-            f"share_rows={s.share_rows} and persistent={s.persistent} need operands that bulk loads "
-            f"can address, and threads copy {plan.names(plan.copied.values())}; use 1 and 0"
+            f"share_rows={s.share_rows} and persistent={s.persistent} need operands that bulk "
+            f"loads can address; threads copy {plan.names(plan.copied.values())}; use 1 and 0"
         )
     if s.persistent % s.share_rows:
         yield f"persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"

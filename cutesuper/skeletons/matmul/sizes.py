@@ -142,8 +142,8 @@ def _matmul_tiles(
 
 
 def _shared_out(extent: int, inner: int, cluster: int) -> bool:
-    """True if a cluster shares out a label in tiles of ``inner`` evenly or, where no tile divides the
-    label, nearly so: 65 tiles of K=4097 have no divisor that a cluster could have."""
+    """True if a cluster shares out a label in tiles of ``inner`` evenly or, where no tile divides
+    the label, nearly so: 65 tiles of K=4097 have no divisor that a cluster could have."""
     tiles = ceil_div(extent, inner)
     return tiles % cluster == 0 or (extent % CHUNK > 0 and tiles >= 8 * cluster)
 

@@ -128,7 +128,8 @@ class Known:
         return not self.dependent or arguments[view.argument].constant
 
     def is_bulk(self, operation: int, early: bool) -> bool:
-        """True if a bulk load brings an operand, before the dependency wait (``early``) or after."""
+        """True if a bulk load brings an operand, before the dependency wait (``early``) or
+        after."""
         return operation not in self.plan.copied and self.is_early(operation) == early
 
     # ------------------------------------------------------------------------------ row operands

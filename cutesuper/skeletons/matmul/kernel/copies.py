@@ -1,8 +1,8 @@
 """The copier warps of the matmul loop: tiles of operands that bulk loads cannot address.
 
 Words of several stages are on their way at any time. A warp shifts what it has asked for itself, so
-that nobody else waits for it. The tensor cores read what it has written through another proxy, so it
-fences before it says that its part of a stage is there.
+that nobody else waits for it. The tensor cores read what it has written through another proxy, so
+it fences before it says that its part of a stage is there.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class Copies:
         k, ring, count = self.k, here.memory.ring, self.k.plan.iterations
         first, ahead = here.tile.rank * (count * k.k), self.depth - 1
         at = ring.first(phase=1)
-        for i in cutlass.range_constexpr(ahead):
-            if cutlass.const_expr(i < count):
+        for i in cutlass.range(ahead, unroll=1):
+            if i < count:
                 self.ask_stage(first + i * k.k, i * self.turns, here)
             end_words()
         for i in cutlass.range(count, unroll=1):
@@ -180,53 +180,56 @@ class Copies:
     def ask_stage(self, start, room, here):
         """Ask for the words of a stage that begins at ``start`` of the contracted label, into the
         warp's room from turn ``room`` on."""
-        for place in self.staged:
-            own = place.tile.turns(self.warps)
-            for i in cutlass.range(own, unroll=4):
-                self.ask(place, i, start, room + i, here)
-            room += own
+        for n, place in enumerate(self.staged):
+            for i in cutlass.range(
+                self.first_turn(n, here), place.tile.turns, self.warps, unroll=1
+            ):
+                self.ask(place, i, start, room, here)
+                room += 1
 
     @cute.jit
     def write_stage(self, start, room, stage, here):
         """Write the pieces of a stage whose words are there."""
-        for place in self.staged:
-            own = place.tile.turns(self.warps)
-            for i in cutlass.range(own, unroll=2):
-                self.write(place, i, start, room + i, stage, here)
-            room += own
+        for n, place in enumerate(self.staged):
+            for i in cutlass.range(
+                self.first_turn(n, here), place.tile.turns, self.warps, unroll=1
+            ):
+                self.write(place, i, start, room, stage, here)
+                room += 1
+
+    def first_turn(self, n: int, here: Here) -> Any:
+        """First turn of this warp in operand ``n`` of the loop; the warps go on where they were in
+        the operand before."""
+        before = sum(p.tile.turns for p in self.staged[:n])
+        return (here.thread // 32 + (-before) % self.warps) % self.warps
 
     @cute.jit
     def copy_after(self, here):
-        """Copy the column operands of the products after the loop, as many turns at a time as there
-        is room for."""
+        """Copy the column operands of the products after the loop, one turn at a time."""
         for place in self.after:
-            own = place.tile.turns(self.warps)
-            for first in cutlass.range(0, own, self.room, unroll=1):
-                last = first + self.room if first + self.room < own else own
-                for i in cutlass.range(first, last, unroll=1):
-                    self.ask(place, i, 0, i - first, here)
+            for i in cutlass.range(here.thread // 32, place.tile.turns, self.warps, unroll=1):
+                self.ask(place, i, 0, 0, here)
                 end_words()
                 wait_for_words(0)
-                for i in cutlass.range(first, last, unroll=1):
-                    self.write(place, i, 0, i - first, 0, here)
+                self.write(place, i, 0, 0, 0, here)
                 cute.arch.sync_warp()
         release_warp(here.memory.after_full.only, here.lane)
 
     def turn(self, place: Place, i: Any, depth: Any, room: Any, here: Here) -> Turn:
-        """Turn ``i`` of this lane, with its words in room ``room``; ``depth``: start of the tile
-        along the contracted label."""
+        """This lane's part of turn ``i`` of a tile, with its words in the warp's room ``room``;
+        ``depth``: start of the tile along the contracted label."""
         tile, tensors, extents = place.tile, here.tensors, self.k.extents
-        warp, lane = here.thread // 32, here.lane % LANES
-        segment = (i * self.warps + warp) * TURN + here.lane // LANES
+        lane = here.lane % LANES
+        segment = i * TURN + here.lane // LANES
         width = tile.along[1] // SEGMENT
         line, along = segment // width, segment % width * SEGMENT + lane * PIECE
         row = self.origin(tile.lines[0], depth, here) + line
         at = self.origin(tile.along[0], depth, here) + along
         start = self.k.batch_offset(tile.view, here.tile.batch)
         start = start + row * tile.view.stride(tile.lines[0]) + at
-        inside = (line < tile.lines[1]) & (row < extents.of(tile.lines[0], tensors))
+        inside = row < extents.of(tile.lines[0], tensors)
         count = Int32(select_(inside, extents.of(tile.along[0], tensors) - at, Int32(-PIECE)))
-        offset = (room * self.warps + warp) * TURN + here.lane // LANES
+        offset = (room * self.warps + here.thread // 32) * TURN + here.lane // LANES
         words = here.memory.words + cute.assume(offset * WORDS, divby=PIECE)
         return Turn(line, along, start, count, words, lane)
 
@@ -257,11 +260,7 @@ class Copies:
         whole = isinstance(end, int) and end % PIECE == 0
         words = turn.words + cute.assume(turn.lane * PIECE, divby=PIECE)
         piece = shifted(words, turn.start, turn.count, step(tile.view), whole)
-        target = self.target(place, turn, stage, here)
-        if cutlass.const_expr(tile.segments % (TURN * self.warps) == 0):
-            cute.autovec_copy(piece, target)
-        elif turn.line < tile.lines[1]:
-            cute.autovec_copy(piece, target)
+        cute.autovec_copy(piece, self.target(place, turn, stage, here))
 
     def origin(self, label: str, depth: Any, here: Here) -> Any:
         """Start of the tile along a label; blocks have the whole of hidden ones."""
