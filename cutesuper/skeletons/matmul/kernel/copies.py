@@ -246,11 +246,11 @@ class Copies:
     def ask_word(self, turn: cutlass.Constexpr, place, at, count, tensor):
         """Ask for one word of a segment, which begins at element ``at``: zeros behind the tensor's
         end, and if the row has ended."""
-        left = 2 * (cute.size(tensor) - at)
-        left = left if left < 2 * PIECE else 2 * PIECE
+        left = cute.size(tensor) - at
+        left = left if left < PIECE else PIECE
         left = left if count + (turn.start & (PIECE - 1)) > 0 else 0
         source = tensor.iterator + cute.assume(at if left > 0 else 0, divby=PIECE)
-        copy_word(source, turn.words + cute.assume(place, divby=PIECE), left)
+        copy_word(source, turn.words + cute.assume(place, divby=PIECE), 2 * left)
 
     @cute.jit
     def write(self, place: cutlass.Constexpr, i, depth, room, stage, here):
