@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cutesuper.errors import ScheduleError
@@ -48,7 +50,8 @@ def test_operands_along_hidden_labels() -> None:
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 def test_blocks_have_512_threads_and_their_registers(large: bool, norm: bool) -> None:
-    size = {"m": 256, "tile_m": 256, "tile_n": 128, "tile_k": 64} if large else {}
+    tile = {"m": 256, "tile_m": 256, "tile_n": 128, "tile_k": 64}
+    size: dict[str, Any] = tile if large else {}
     plan = Linear(k=500, n=252, norm=norm, **size).plan()
     assert plan.threads == 512 and plan.shared_bytes <= H200.shared_bytes
     if large:
@@ -63,7 +66,8 @@ def test_copies_have_a_price() -> None:
 
 
 def test_blocks_that_copy_neither_walk_nor_share() -> None:
-    size = {"m": 4096, "k": 4096, "tile_m": 128, "tile_n": 128, "tile_k": 64, "norm": False}
+    size: dict[str, Any] = {"m": 4096, "k": 4096, "tile_m": 128, "tile_n": 128, "tile_k": 64}
+    size["norm"] = False
     assert Linear(n=4096, **size).plan().schedule.persistent
     odd = Linear(n=4095, **size)
     assert not odd.plan().schedule.persistent and odd.plan().schedule.share_rows == 1

@@ -123,7 +123,7 @@ def _copy_lines(plan: MatmulPlan) -> list[str]:
         return []
     each = plan.stage_bytes - plan.bulk_bytes
     line = (
-        f"copied by threads, as bulk loads take rows of multiples of 16 bytes only: "
+        "copied by threads, as bulk loads take rows of multiples of 16 bytes only: "
         f"{plan.names(views)}; {each} bytes a stage"
     )
     return [line]

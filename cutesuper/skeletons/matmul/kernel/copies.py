@@ -32,7 +32,7 @@ from cutesuper.skeletons.matmul.copies import (
 )
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
-from cutesuper.skeletons.matmul.plan import CHUNK
+from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
 
 #: lanes that copy a segment, and its elements in words: one more than pieces
 LANES, WORDS = SEGMENT // PIECE, SEGMENT + PIECE
@@ -46,47 +46,39 @@ class Place:
         tile: what is copied.
         contracted: its contracted label.
         memory: the tensor in shared memory.
-        layout: makes its layout, in elements, before the swizzle.
-        swizzled: bits of the swizzle: rows of 128, 64 and 32 bytes have 3, 2 and 1.
-        coordinate: in the layout, of an element (free label, contracted label) of a stage.
+        offset: of an element (free label, contracted label) of a stage, before the swizzle.
     """
 
     tile: CopiedTile
     contracted: str
     memory: Callable[[Memory], cute.Tensor]
-    layout: Callable[[], Any]
-    swizzled: int
-    coordinate: Callable[[Any, Any, Any], Any]
+    offset: Callable[[Any, Any, Any], Any]
 
 
 def place_of_rows(k: Known, n: int, op: int) -> Place:
     """The place of row operand number ``n``."""
 
-    def layout() -> Any:
-        return k.row_layout(k.m, k.stages * k.chunks).outer
+    def offset(row: Any, depth: Any, stage: Any) -> Any:
+        at = row, depth % CHUNK, stage * k.chunks + depth // CHUNK
+        return cute.crd2idx(at, k.row_layout(k.m, k.stages * k.chunks).outer)
 
-    def coordinate(row: Any, depth: Any, stage: Any) -> Any:
-        return row, depth % CHUNK, stage * k.chunks + depth // CHUNK
-
-    tile = k.plan.copied_tiles[op]
-    return Place(tile, k.plan.contracted, lambda m: m.rows[n], layout, 3, coordinate)
+    return Place(k.plan.copied_tiles[op], k.plan.contracted, lambda m: m.rows[n], offset)
 
 
 def places_of_columns(
     k: Known, group: ColumnGroup, memory: Callable[[Memory], cute.Tensor]
 ) -> list[Place]:
-    """The places of those column operands of a group that are copied."""
-    width, boxes = group.width, group.slots * group.boxes
+    """The places of those column operands of a group that are copied; their boxes are not
+    narrow."""
     tiles = k.plan.copied_tiles | k.plan.copied_after
 
     def place(n: int, tile: CopiedTile) -> Place:
-        def coordinate(column: Any, depth: Any, stage: Any) -> Any:
-            box = stage * group.boxes + n * group.blocks + column // width
-            return column % width, depth, box
+        def offset(column: Any, depth: Any, stage: Any) -> Any:
+            box = stage * group.boxes + n * group.blocks + column // COLUMN_BLOCK
+            layout = group.layout(k.dtype, group.slots * group.boxes)
+            return cute.crd2idx((column % COLUMN_BLOCK, depth, box), layout.outer)
 
-        bits = {16: 1, 32: 2, 64: 3}[width if group.column_major else CHUNK]
-        layout = lambda: group.layout(k.dtype, boxes).outer  # noqa: E731
-        return Place(tile, group.contracted, memory, layout, bits, coordinate)
+        return Place(tile, group.contracted, memory, offset)
 
     return [place(n, tiles[op]) for n, op in enumerate(group.views) if op in tiles]
 
@@ -274,8 +266,8 @@ class Copies:
         """Where a piece lies in shared memory."""
         free = turn.line, turn.along
         free = free if place.tile.along[0] == place.contracted else free[::-1]
-        number = cute.crd2idx(place.coordinate(*free, stage), place.layout()) // PIECE
-        # a swizzle permutes the pieces of a row of 128 bytes by the row's number
-        number = number ^ (number // PIECE % (1 << place.swizzled))
+        number = place.offset(*free, stage) // PIECE
+        # the swizzle permutes the pieces of a row of 128 bytes by the row's number
+        number = number ^ (number // PIECE % PIECE)
         pointer = cute.recast_ptr(place.memory(here.memory).iterator, dtype=self.k.dtype)
         return neighbours(pointer + cute.assume(number * PIECE, divby=PIECE), PIECE)
