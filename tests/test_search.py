@@ -463,7 +463,6 @@ def _fp32() -> Graph:
 
 REFUSED: dict[str, tuple[Callable[[], Graph], str]] = {
     "fp32": (_fp32, "float32"),
-    "odd": (lambda: linear(16, 100, 64, lambda g, t: t), "multiple of 8"),
     "long": (lambda: rows(4, 262145, lambda g, x: g.softmax(x)), r"dim=1\): .*cluster holds 26214"),
     "long columns": (lambda: rows(32769, 4, lambda g, x: g.softmax(x, 0)), "its rows along memory"),
     "one element": (lambda: rows(1, 1, lambda g, x: g.relu(x)), "all tensors have one element"),

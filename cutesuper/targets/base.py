@@ -81,6 +81,8 @@ class Rates:
         statistic_per_us: elements that they only read, for statistics of the rows.
         overlap: exponent of `skeletons.cost.overlapped`; infinite if overlapping work takes
             no longer than its longest part.
+        copied_bytes_per_us: bytes per microsecond that threads of one SM copy into shared memory,
+            of operands that bulk loads cannot address.
         first_stage: part of the first stage that nothing hides.
         block_us: a further block of an SM: barriers, first loads.
         store_us: epilogue time of 1024 accumulators.
@@ -107,6 +109,7 @@ class Rates:
     prologue_per_us: float
     statistic_per_us: float
     overlap: float
+    copied_bytes_per_us: float
     first_stage: float
     block_us: float
     store_us: float

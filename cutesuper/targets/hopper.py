@@ -95,6 +95,8 @@ RATES = Rates(
     # 48 blocks at 2x4096x6144 take 17 beside the fixed cost, where the memory alone takes 11.6 and
     # the SMs alone 13; 96 blocks take 11.7
     overlap=4,
+    # estimate: some 90 instructions for 32 pieces of 16 bytes, two in a cycle at 1.75 GHz
+    copied_bytes_per_us=20e3,
     # K tiles of 128 and 256 take 10.1 and 10.2 at 16x4096x4096, 4.1 and 4.3 at 2048x512x256
     first_stage=0.5,
     # 28.6 with 112 blocks of 8x128, 29.7 with 224 of 8x64 (1x4096x14336)

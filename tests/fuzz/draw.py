@@ -85,7 +85,7 @@ class Draw:
         self.scaled = rng.random() < 0.3
         self.symbolic = rng.random() < 0.2
         self.hint = rng.choice((1, 7, 8, 16, 33, 64))
-        aligned = rng.random() < 0.7  # products want multiples of 8
+        aligned = rng.random() < 0.7  # bulk loads take multiples of 8
         self.pool = rng.sample(ALIGNED if aligned else EXTENTS, 3)
         rank = rng.choices((1, 2, 3), (1, 6, 3))[0]
         self.shape: tuple[Any, ...] = tuple(rng.choice(self.pool) for _ in range(rank))

@@ -255,6 +255,15 @@ static uint32_t insert(uint32_t a, uint32_t into, uint32_t at, uint32_t bits)
     return (into & ~mask) | (a << at & mask);
 }
 
+/* Sum of products of the `count` parts of a, of 32 / count bits, and as many bytes of b. */
+static uint32_t dot(uint32_t a, uint32_t b, uint32_t sum, int count, int first)
+{
+    int bits = 32 / count;
+    for (int i = 0; i < count; i++)
+        sum += (a >> bits * i & (FULL >> (32 - bits))) * (b >> 8 * (first + i) & 255);
+    return sum;
+}
+
 static uint32_t funnel(uint32_t low, uint32_t high, uint32_t by, int left)
 {
     uint64_t both = (uint64_t)high << 32 | low;
@@ -719,6 +728,8 @@ static void run_products(warp *w, int group)
     X("shf.r.clamp.b32", U32, funnel(a, b, c > 32 ? 32 : c, 0))                                    \
     X("shf.l.wrap.b32", U32, funnel(a, b, c & 31, 1))                                              \
     X("shf.r.wrap.b32", U32, funnel(a, b, c & 31, 0))                                              \
+    X("dp4a.u32.u32", U32, dot(a, b, c, 4, 0)) X("dp2a.lo.u32.u32", U32, dot(a, b, c, 2, 0))       \
+    X("dp2a.hi.u32.u32", U32, dot(a, b, c, 2, 2))                                                  \
     X("selp.16", U16, c & 1 ? a : b) X("selp.32", U32, c & 1 ? a : b)                              \
     X("selp.64", U64, c & 1 ? a : b)                                                               \
     X("mov.16", U16, a) X("mov.32", U32, a) X("mov.64", U64, a) X("mov.pred", U64, a & 1)          \

@@ -22,7 +22,7 @@ _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:
 _SHARED = re.compile(r"(\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]")
 _LOCAL = re.compile(r"\.local \.align (\d+) \.b8 ([\w$]+)\[(\d+)\]")
 _LABEL = re.compile(r"\s*([$\w]+)\s*:")
-_TOKEN = re.compile(r"\s*(-?0[fd][0-9A-Fa-f]+|-?0x[0-9A-Fa-f]+|-?\d+|[%$\w.]+|[{}\[\],+|!])")
+_TOKEN = re.compile(r"\s*(-?0[fd][0-9A-Fa-f]+|-?0x[0-9A-Fa-f]+U?|-?\d+U?|[%$\w.]+|[{}\[\],+|!])")
 _SIZES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8,
           "s32": 4, "s64": 8, "f32": 4, "f64": 8}  # fmt: skip
 
@@ -220,7 +220,7 @@ class _Body:
             value = int(word[2:], 16)
         else:
             try:
-                value = int(word, 0)
+                value = int(word.removesuffix("U"), 0)  # unsigned
             except ValueError:
                 raise PtxError(f"unknown name {word}") from None
         [value] = struct.unpack("<q", struct.pack("<q" if value < 0 else "<Q", value))

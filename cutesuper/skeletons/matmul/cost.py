@@ -23,7 +23,15 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
     slots = plan.cluster_size * target.clusters[plan.cluster_size]
     at_once = slots * _resident(plan, target)
     moved = plan.moved_bytes * (1 + r.piece_bytes / _piece(plan))
-    parts = dict.fromkeys(("memory", "ingest", "l2", "iterations", "tensor"), 0.0)
+    causes = (
+        "memory",
+        "ingest",
+        "l2",
+        "iterations",
+        "tensor",
+        *["copies"] * bool(plan.copied_tiles),
+    )
+    parts = dict.fromkeys(causes, 0.0)
     own = _staged_us(plan, target), _tensor_us(plan, target)
     busy = 0.0
     for times, active in ((blocks // at_once, at_once), (1, blocks % at_once)):
@@ -59,6 +67,7 @@ def _wave(
         # 10.9 in 32 iterations and 10.5 in 16
         "iterations": loop * r.iteration_us * (1 + len(plan.tails)) + on_one * own[0],
         "tensor": on_one * own[1],
+        "copies": on_one * (plan.stage_bytes - plan.bulk_bytes) / r.copied_bytes_per_us,
     }
 
 

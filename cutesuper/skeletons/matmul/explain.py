@@ -52,9 +52,11 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
         f"grid {x} x {y} x {z} blocks in clusters of {plan.cluster_size * s.share_rows}, "
         f"{plan.threads} threads: {s.warpgroups} consumer warpgroup(s)"
         + (f", {plan.helpers} helper warps" if plan.has_helpers else "")
+        + (f", {plan.copiers} copier warps" if plan.copiers else "")
         + ", 1 producer warp",
         f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_ring(plan)}",
     ]
+    lines += _copy_lines(plan)
     if s.share_rows > 1:
         lines.append(
             f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
@@ -106,12 +108,25 @@ def _ring(plan: MatmulPlan) -> str:
     parts = [f"{columns} ({COLUMN_BLOCK} columns a box)"] if columns else []
     number = 0
     for t in plan.tails:
-        width = min(COLUMN_BLOCK, t.width(bool(plan.columns)))
+        width = min(COLUMN_BLOCK, t.width(plan.narrow))
         for load, _ in t.products:
             name = plan.arguments[plan.hidden[load].argument].name
             parts.append(f"{name} for hidden{number} ({width} columns a box)")
             number += 1
     return ", ".join([*parts, plan.names((plan.rows | plan.vectors).values())])
+
+
+def _copy_lines(plan: MatmulPlan) -> list[str]:
+    """Operands that threads copy, and why; none if bulk loads bring all."""
+    views = list(plan.copied.values())
+    if not views:
+        return []
+    each = plan.stage_bytes - plan.bulk_bytes
+    line = (
+        "copied by threads, as bulk loads take rows of multiples of 16 bytes only: "
+        f"{plan.names(views)}; {each} bytes a stage"
+    )
+    return [line]
 
 
 def _tail_line(plan: MatmulPlan, tail: Tail) -> str:

@@ -27,7 +27,7 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.dims import extent as dim_extent
-from cutesuper.skeletons.form import ALIGN, check_reductions
+from cutesuper.skeletons.form import check_reductions
 from cutesuper.skeletons.matmul.plan import MAX_HIDDEN
 
 #: most columns that are reduced: blocks of a cluster times columns of each
@@ -249,12 +249,6 @@ def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
         extent: Dim = program.dims[name]
         if isinstance(extent, Symbol):
             raise SearchError(f"matmul: the extent {extent} may only be one of rows or batches")
-        if extent % ALIGN:
-            raise SearchError(
-                f"matmul: the extent {extent} of an inner or column dimension is no multiple of "
-                f"{ALIGN} (16-byte copies); pad the tensor with zeros to "
-                f"{extent + -extent % ALIGN}"
-            )
         if name in form.hidden and extent > MAX_HIDDEN:
             raise SearchError(
                 f"matmul: {extent} elements between two products; a block holds {MAX_HIDDEN}"

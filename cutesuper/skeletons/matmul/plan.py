@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
+from cutesuper.skeletons.matmul.copies import PIECE, TURN_BYTES, CopiedTile, depth, turns, unaligned
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.targets import Target
 
@@ -289,6 +291,32 @@ class MatmulPlan(Plan[MatmulSchedule]):
             return None
         return view if view.stride(tail.hidden) == 1 and view.stride(self.row) % 8 == 0 else None
 
+    @cached_property
+    def copied(self) -> dict[int, View]:
+        """The staged operands that threads copy, by operation: see `skeletons.matmul.copies`."""
+        after = {t.load: t.view for t in self.tails}
+        return unaligned(self.rows | self.columns | self.hidden | after)
+
+    @property
+    def narrow(self) -> bool:
+        """True if boxes of hidden labels may be narrow: only what bulk loads write lies behind."""
+        return bool(self.columns) and self.copied.keys() <= self.rows.keys()
+
+    @property
+    def copiers(self) -> int:
+        """Warps that copy operands."""
+        return self.copier_warps(self.schedule)
+
+    def copier_warps(self, schedule: MatmulSchedule) -> int:
+        """Warps that copy operands: with all others they are a block of 512 threads."""
+        helpers = schedule.helpers * self.has_helpers
+        return 15 - 4 * schedule.warpgroups - helpers if self.copied else 0
+
+    def word_turns(self, warps: int) -> int:
+        """Turns for whose words each of so many copier warps has room."""
+        staged = self.copied_tiles.values()
+        return max(1, depth(staged) * turns(staged, warps))
+
     @property
     def hidden_blocks(self) -> int:
         """Number of 64-column blocks of all products along hidden labels."""
@@ -343,7 +371,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or of the 384 x 168
         # with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and producer are one
-        # warpgroup, or 2 x 128 x 232 + 128 x 40
+        # warpgroup, or 2 x 128 x 232 + 128 x 40; with copiers 2 x 128 x 176 + 2 x 128 x 80
+        if self.copiers:
+            return (176, 88, 72) if self.helpers == 4 else (176, 80, 80)
         if not self.has_helpers:
             return 232, 0, 40
         return (192, 96, 32) if self.schedule.helpers == 4 else (208, 88, 88)
@@ -355,20 +385,49 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def threads(self) -> int:
-        """Threads of consumer warpgroups, helper warps if there are any, and the producer warp
-        (padded to a warpgroup if registers are handed over, which only whole warpgroups can do)."""
-        others = 32 * (self.helpers + 1)
+        """Threads of consumer warpgroups, helper warps and copiers if there are any, and the
+        producer warp (padded to a warpgroup if registers are handed over, which only whole
+        warpgroups can do)."""
+        others = 32 * (self.helpers + 1 + self.copiers)
         if self.registers is not None:
             others = 128 * ceil_div(others, 128)
         return 128 * self.schedule.warpgroups + others
 
     @cached_property
     def stage_bytes(self) -> int:
-        """Bytes that the producer loads into one stage of the ring."""
+        """Bytes that are loaded into one stage of the ring."""
         _, n, k = self.tile
-        hidden = sum(t.width(bool(self.columns)) * len(t.products) for t in self.tails)
+        hidden = sum(t.width(self.narrow) * len(t.products) for t in self.tails)
         columns = len(self.columns) * n + hidden
         return 2 * k * (columns + len(self.vectors)) + self.row_bytes
+
+    @cached_property
+    def copied_tiles(self) -> dict[int, CopiedTile]:
+        """The tiles of a stage that threads copy, by operation."""
+        m, n, k = self.tile
+        free = dict.fromkeys(self.rows, (self.row, m)) | dict.fromkeys(
+            self.columns, (self.column, n)
+        )
+        for t in self.tails:
+            free |= dict.fromkeys((x for x, _ in t.products), (t.hidden, t.width(self.narrow)))
+        own = (self.contracted, k)
+        return {
+            op: CopiedTile.of(self.copied[op], f, own)
+            for op, f in free.items()
+            if op in self.copied
+        }
+
+    @cached_property
+    def copied_after(self) -> dict[int, CopiedTile]:
+        """The same of the products after the loop."""
+        tails = [t for t in self.tails if t.load in self.copied]
+        column = self.column, self.tile[1]
+        return {t.load: CopiedTile.of(t.view, column, (t.hidden, t.padded)) for t in tails}
+
+    @property
+    def bulk_bytes(self) -> int:
+        """Those of `stage_bytes` that bulk loads bring."""
+        return self.stage_bytes - sum(t.bytes for t in self.copied_tiles.values())
 
     @property
     def row_bytes(self) -> int:
@@ -418,7 +477,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
         alignment = 3072 + 1024 * bool(self.vector_rows)
         after = self.tail_bytes + self.reduction_bytes(schedule) + self.store_bytes(schedule)
-        return self.exchange_bytes + after + statistics + alignment
+        warps = self.copier_warps(schedule)
+        copied = warps * self.word_turns(warps) * TURN_BYTES if warps else 0
+        return self.exchange_bytes + after + statistics + alignment + copied
 
     @property
     def shared_bytes(self) -> int:
@@ -432,19 +493,20 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return self.cluster_size == 1 and not beside
 
     @property
-    def stored_in_pieces(self) -> bool:
-        """True if all outputs with columns are 16-bit rows of whole 16-byte pieces."""
+    def store_piece(self) -> int:
+        """Elements in which rows of all outputs with columns can be stored: 1, 2, 4 or 8 of 16
+        bits; 0 if columns are no neighbours in memory or elements are wider."""
         views = [o.view for o in self.outputs if self.column in o.view.labels]
         contiguous = all(v.stride(self.column) == 1 for v in views)
         narrow = all(self.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
-        return contiguous and narrow and extent(self.program.dims[self.column]) % 8 == 0
+        return gcd(PIECE, extent(self.program.dims[self.column])) if contiguous and narrow else 0
 
     @cached_property
     def can_bulk_store(self) -> bool:
         """True if all outputs can be written with bulk stores."""
         # a static extent of 1 would vanish from the tensor map
         rows = self.tile[0] >= STORE_ROWS and self.program.dims[self.row] != 1
-        return self.stands_alone and rows and self.stored_in_pieces
+        return self.stands_alone and rows and self.store_piece == PIECE
 
 
 def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[int, int, int]:
@@ -541,6 +603,11 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         yield (
             f"share_rows={s.share_rows}; use 1, 2, 4 or 8 blocks that load at least 8 of the {m} "
             "rows each"
+        )
+    if (s.share_rows > 1 or s.persistent) and plan.copied:
+        yield (
+            f"share_rows={s.share_rows} and persistent={s.persistent} need operands that bulk "
+            f"loads can address; threads copy {plan.names(plan.copied.values())}; use 1 and 0"
         )
     if s.persistent % s.share_rows:
         yield f"persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"

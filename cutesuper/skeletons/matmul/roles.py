@@ -39,7 +39,6 @@ from cutesuper.skeletons.operands import (
     check_element_type,
     check_same_type,
     check_symbols,
-    unaligned,
 )
 
 
@@ -503,17 +502,13 @@ class Ends:
 
 
 def check_operands(plan: MatmulPlan, where: str) -> None:
-    """Check that bulk copies and the tensor cores take the operands. Raises LoweringError."""
+    """Check that the tensor cores take the operands. Raises LoweringError."""
     check_element_type(where, plan.dtype)
     check_symbols(plan.arguments, where)
     tails = [t.view for t in plan.tails]
     staged = (*plan.rows.values(), *plan.columns.values(), *plan.vectors.values())
     for view in (*staged, *plan.hidden.values(), *tails):
-        arg = plan.arguments[view.argument]
-        check_same_type(where, plan.dtype, arg)
-        odd = [s for s in view.strides if s != 1 and s % 8]
-        if odd or (arg.shape and extent(arg.shape[-1]) % 8 and len(view.labels) > 1):
-            raise unaligned(where, arg)
+        check_same_type(where, plan.dtype, plan.arguments[view.argument])
     _check_layout(where, plan.columns.values(), plan.column, plan.contracted)
     for t in plan.tails:
         inner = [plan.hidden[load] for load, _ in t.products]

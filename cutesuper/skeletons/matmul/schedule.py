@@ -104,7 +104,7 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     m, n, _ = plan.tile
     dims = plan.program.dims
     large = SETTINGS.choose(target, "share", rows=m)["walk"]
-    if not schedule.bulk_store or not large or schedule.warpgroups < 2:
+    if not schedule.bulk_store or not large or schedule.warpgroups < 2 or plan.copied:
         return schedule
     columns = ceil_div(extent(dims[plan.column]), n)
     share = shared_by(columns, m, target)

@@ -18,6 +18,7 @@ from cutesuper.skeletons.cost import MIN_STAGES, Setting, Sized, resize
 from cutesuper.skeletons.matmul.cost import price
 from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.matmul.plan import (
+    CHUNK,
     COLUMN_BLOCK,
     EQUAL_SHARE,
     ROW_TILES,
@@ -114,7 +115,7 @@ def _programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Iter
 def _matmul_tiles(
     structure: BlockProgram, form: MatmulForm, target: Target
 ) -> Iterator[tuple[dict[str, int], int]]:
-    """Tiles and cluster sizes; a cluster splits whole K tiles, and into at least two parts."""
+    """Tiles and cluster sizes; a cluster splits K tiles into at least two parts."""
     split = bool(structure.of_kind(AxisKind.CLUSTER))
     k, n = (extent(structure.dims[d]) for d in (form.contracted, form.column))
     hidden = {d: extent(structure.dims[d]) for d in form.hidden}
@@ -135,9 +136,16 @@ def _matmul_tiles(
                     if form.reduced:
                         whole = ceil_div(n, columns) == cluster
                     else:
-                        whole = ceil_div(k, inner) % cluster == 0
+                        whole = _shared_out(k, inner, cluster)
                     if whole:
                         yield {d: tile[d] for d in structure.dims}, cluster
+
+
+def _shared_out(extent: int, inner: int, cluster: int) -> bool:
+    """True if a cluster shares out a label in tiles of ``inner`` evenly or, where no tile divides
+    the label, nearly so: 65 tiles of K=4097 have no divisor that a cluster could have."""
+    tiles = ceil_div(extent, inner)
+    return tiles % cluster == 0 or (extent % CHUNK > 0 and tiles >= 8 * cluster)
 
 
 def _row_choices(form: MatmulForm, rows: int, held: int, target: Target) -> tuple[int, ...]:

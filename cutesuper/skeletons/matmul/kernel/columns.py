@@ -86,7 +86,7 @@ def column_groups(plan: MatmulPlan) -> tuple[ColumnGroup, list[ColumnGroup], lis
     stages, hidden = plan.schedule.stages, plan.hidden
     inner = [
         ColumnGroup({load: hidden[load] for load, _ in t.products}, t.hidden, plan.contracted,
-                    t.blocks, k, stages, min(COLUMN_BLOCK, t.width(bool(plan.columns))))
+                    t.blocks, k, stages, min(COLUMN_BLOCK, t.width(plan.narrow)))
         for t in plan.tails
     ]  # fmt: skip
     after = [

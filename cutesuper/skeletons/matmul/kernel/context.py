@@ -127,6 +127,11 @@ class Known:
         view = view_of(self.plan.program.ops[operation], arguments)
         return not self.dependent or arguments[view.argument].constant
 
+    def is_bulk(self, operation: int, early: bool) -> bool:
+        """True if a bulk load brings an operand, before the dependency wait (``early``) or
+        after."""
+        return operation not in self.plan.copied and self.is_early(operation) == early
+
     # ------------------------------------------------------------------------------ row operands
 
     def row_layout(self, height: int, slots: int) -> cute.ComposedLayout:
@@ -167,6 +172,7 @@ class Memory:
         ready: stages that the helpers have rewritten.
         received, reduced, columns_reduced: bytes of partial sums, statistics, reductions.
         after_full: bytes of the operands after the loop.
+        words: that threads have asked for, of operands that they copy; None without any.
     """
 
     hidden: Any
@@ -186,6 +192,7 @@ class Memory:
     warp_sums: Any
     block_sums: Any
     columns_reduced: Any
+    words: Any
 
 
 @dataclass(frozen=True)
@@ -222,6 +229,10 @@ class Here:
     def at(self, tile: Tile) -> Here:
         """The same thread at another tile."""
         return Here(self.memory, self.tensors, self.thread, self.warp, self.lane, tile)
+
+    def by(self, thread: Any) -> Here:
+        """The same tile for a thread that is numbered otherwise."""
+        return Here(self.memory, self.tensors, thread, self.warp, self.lane, self.tile)
 
     @property
     def quarter(self) -> Any:

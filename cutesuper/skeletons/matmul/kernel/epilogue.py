@@ -57,7 +57,7 @@ class Epilogue:
         fits = k.m * (k.n + PIECE) * 2 <= ring
         # the ring is empty when the tile ends
         own = k.cluster == 1 and not plan.schedule.persistent
-        return own and k.m >= 32 and plan.stored_in_pieces and fits
+        return own and k.m >= 32 and plan.store_piece > 0 and fits
 
     @cute.jit
     def begin(self):
@@ -204,20 +204,21 @@ class Epilogue:
 
     @cute.jit
     def store_tile(self, o: cutlass.Constexpr, tile, here):
-        """Copy the tile to memory, 16 bytes at a time, where rows and columns exist."""
+        """Copy the tile to memory, up to 16 bytes at a time, where rows and columns exist."""
         k, plan, tensors = self.k, self.k.plan, here.tensors
         view = plan.outputs[o].view
         rows, columns = k.extents.of(plan.row, tensors), k.extents.of(plan.column, tensors)
         base = k.batch_offset(view, here.tile.batch)
-        pieces = k.n // PIECE
+        size = plan.store_piece
+        pieces = k.n // size
         for item in cutlass.range(here.thread, k.m * pieces, 32 * k.consumers, unroll=4):
-            row, column = item // pieces, (item % pieces) * PIECE
+            row, column = item // pieces, (item % pieces) * size
             m, n = here.tile.row * k.m + row, here.tile.column * k.n + column
             if m < rows and n < columns:
-                source = (tile + (row * (k.n + PIECE) + column)).align(16)
+                source = (tile + (row * (k.n + PIECE) + column)).align(2 * size)
                 offset = base + m * view.stride(plan.row) + n
-                target = (tensors[view.argument].iterator + offset).align(16)
-                cute.autovec_copy(fetched(neighbours(source, PIECE)), neighbours(target, PIECE))
+                target = (tensors[view.argument].iterator + offset).align(2 * size)
+                cute.autovec_copy(fetched(neighbours(source, size)), neighbours(target, size))
 
     def own(self, accumulators: Any, vectors: Any, i: int, half: int, here: Here) -> list[Any]:
         """Every product's sums for one column of a thread, then those of vectors."""

@@ -21,6 +21,7 @@ from cutesuper.device.memory import ask_for_descriptors, operand
 from cutesuper.device.pipeline import Ring
 from cutesuper.skeletons.matmul.kernel.consumer import Consumer
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory, Tile
+from cutesuper.skeletons.matmul.kernel.copies import Copies
 from cutesuper.skeletons.matmul.kernel.epilogue import Epilogue
 from cutesuper.skeletons.matmul.kernel.leaves import Leaves
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
@@ -51,6 +52,7 @@ class MatmulKernel:
         self.tile_store = TileStore(known, leaves)
         epilogue = Epilogue(known, leaves, self.vectors, self.reductions, self.tile_store)
         self.producer = Producer(known, sharing, walk, self.tails)
+        self.copies = Copies(known)
         self.consumer = Consumer(known, sharing, walk, self.tails, epilogue)
         #: True if blocks wait for each other before they use each other's shared memory
         self.grouped = plan.cluster_size > 1 or sharing.active
@@ -142,6 +144,10 @@ class MatmulKernel:
                     wait_for_cluster()
                 if warp == k.producer:
                     self.producer.run(loads, memory, tensors, tile)
+                elif cutlass.const_expr(self.plan.copiers > 0):
+                    if warp <= k.producer + self.plan.copiers:
+                        thread = tidx - 32 * (k.producer + 1)
+                        self.copies.run(Here(memory, tensors, thread, warp, lane, tile))
                 if cutlass.const_expr(self.plan.cluster_size > 1):
                     wait_for_cluster()
             elif cutlass.const_expr(k.helpers > 0):
@@ -173,17 +179,18 @@ class MatmulKernel:
         row_values = floats(len(plan.row_values) * k.m)
         pieces = self.tile_store.allocate(alloc)
         readers = (k.consumers + k.helpers) * self.sharing.blocks
-        full = Barriers.allocate(alloc, k.stages)
+        full = Barriers.allocate(alloc, k.stages, 1 + self.copies.stage_warps)
         ring = Ring(k.stages, full, Barriers.allocate(alloc, k.stages, readers))
         ready = Barriers.allocate(alloc, k.stages, k.helpers)
         received, reduced = Barriers.allocate(alloc), Barriers.allocate(alloc)
-        after_full = Barriers.allocate(alloc) if plan.tails else None
+        warps = 1 + self.copies.after_warps
+        after_full = Barriers.allocate(alloc, 1, warps) if plan.tails else None
         warp_sums, block_sums = self.reductions.allocate(alloc)
         count = len(plan.reductions)
         return Memory(
             hidden, columns, rows, vectors, vector_rows, partials, statistics, row_values, pieces,
             ring, ready, received, reduced, after_full, warp_sums, block_sums,
-            Barriers.allocate(alloc, count) if count else None,
+            Barriers.allocate(alloc, count) if count else None, self.copies.allocate(alloc),
         )  # fmt: skip
 
     @cute.jit

@@ -21,13 +21,17 @@ from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
 
 class Producer:
     """The bulk loads of a block. Operands come in one order everywhere: columns, rows, vectors,
-    columns of hidden labels, then columns and rows of the products after the loop."""
+    columns of hidden labels, then columns and rows of the products after the loop; those that
+    threads copy are left out."""
 
     def __init__(self, known: Known, sharing: Sharing, walk: Walk, tails: Tails) -> None:
         self.k, self.sharing, self.walk, self.tails = known, sharing, walk, tails
         self.main, self.inner, self.after = known.groups
         plan = known.plan
-        self.weights = len(plan.columns)
+        groups = [x for g in (*self.inner, *self.after) for x in g.views]
+        operands = (*plan.columns, *plan.rows, *plan.vectors, *groups)
+        #: place of an operand among the bulk loads, by operation
+        self.order = {op: n for n, op in enumerate(o for o in operands if o not in plan.copied)}
         # a box of 64-element chunks needs whole chunks, and all of their rows; otherwise there is
         # one box for each chunk
         whole = plan.program.dims[plan.contracted] % CHUNK == 0  # type: ignore[operator]
@@ -54,10 +58,11 @@ class Producer:
     def column_atoms(self, group: ColumnGroup, tensors: list[cute.Tensor]) -> list[Any]:
         """Those of a group of column operands."""
         k, found = self.k, list[Any]()
-        if not group.views:
+        views = [v for op, v in group.views.items() if op in self.order]
+        if not views:
             return found
         layout = cute.slice_(group.layout(k.dtype, 1), (None, None, 0))
-        for v in group.views.values():
+        for v in views:
             labels = (group.column, group.contracted, *k.batch_of(v))
             tensor = labelled(k.extents, v, labels, tensors)
             found.append(tile_atom(tensor, layout, (group.width, group.depth)))
@@ -70,7 +75,7 @@ class Producer:
         if not self.chunked:
             layout = cute.slice_(layout, (None, None, 0))
         atoms = []
-        for v in k.plan.rows.values():
+        for v in (v for op, v in k.plan.rows.items() if op in self.order):
             tensor = k.row_tensor(v, k.plan.contracted, tensors, self.chunked)
             atoms.append(tile_atom(tensor, layout, self.row_box, self.sharing.active))
         return atoms
@@ -99,8 +104,11 @@ class Producer:
     def boxes(self, memory: Memory) -> list[Any]:
         """Shared memory and shape of a box of each operand."""
         k, hidden = self.k, memory.hidden
-        boxes: list[Any] = [(memory.columns, (COLUMN_BLOCK, k.k))] * self.weights
-        for ring in memory.rows:
+        columns = [op for op in k.plan.columns if op in self.order]
+        boxes: list[Any] = [(memory.columns, (COLUMN_BLOCK, k.k)) for _ in columns]
+        for op, ring in zip(k.plan.rows, memory.rows, strict=True):
+            if op not in self.order:
+                continue
             slot = cute.local_tile(ring, self.row_box, (0, 0, None)) if self.chunked else ring
             if self.sharing.active:
                 parts = k.stages * k.chunks * self.sharing.blocks
@@ -110,9 +118,9 @@ class Producer:
         boxes += [(ring, (k.k,)) for ring in memory.vectors]
         inner = [g for g in self.inner if g.views]
         for group, ring in zip(inner, hidden.inner, strict=True):
-            boxes += [(ring, (group.width, group.depth))] * len(group.views)
+            boxes += [(ring, (group.width, group.depth)) for op in group.views if op in self.order]
         for group, ring in zip(self.after, hidden.after, strict=True):
-            boxes.append((ring, (COLUMN_BLOCK, group.depth)))
+            boxes += [(ring, (COLUMN_BLOCK, group.depth)) for op in group.views if op in self.order]
         return boxes + [(hidden.hidden[t], (k.m, CHUNK)) for t in self.tails.loaded]
 
     @cute.jit
@@ -120,7 +128,7 @@ class Producer:
         """Load stages ``first`` to ``last`` of the first round, which need no wait."""
         end = min(last, self.k.stages, self.k.plan.iterations)
         for i in cutlass.range(first, end, unroll=1):
-            memory.ring.expect(i, self.k.plan.stage_bytes)
+            memory.ring.expect(i, self.k.plan.bulk_bytes)
             self.load_stage(loads, memory, tile, i, i, True)
 
     @cute.jit
@@ -146,7 +154,7 @@ class Producer:
         ring = memory.ring
         for i in cutlass.range(first, self.k.plan.iterations, unroll=1):
             ring.wait_empty(at)
-            ring.expect(at.stage, self.k.plan.stage_bytes)
+            ring.expect(at.stage, self.k.plan.bulk_bytes)
             self.load_stage(loads, memory, tile, i, at.stage, True)
             if cutlass.const_expr(self.k.dependent):
                 self.load_stage(loads, memory, tile, i, at.stage, False)
@@ -160,7 +168,7 @@ class Producer:
         self.expect_exchange(memory)
         first = min(self.k.stages, plan.iterations)
         self.fill(loads, memory, tile, plan.schedule.head, first)
-        after = loads.behind(len(loads.atoms) - len(self.after) - len(self.tails.loaded))
+        after = loads.behind(len(loads.atoms) - self.tails.bulk_count)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.load_operands(after, memory, tile, True)
         if cutlass.const_expr(self.k.dependent):
@@ -193,19 +201,19 @@ class Producer:
         depth = tile.rank * plan.iterations + iteration
         hint = EVICT_FIRST if plan.schedule.stream_columns else None
         for w, (op, view) in enumerate(plan.columns.items()):
-            if cutlass.const_expr(k.is_early(op) == early):
-                at = tuple(tile.batch[d] for d in k.batch_of(view))
+            if cutlass.const_expr(k.is_bulk(op, early)):
+                at, i = tuple(tile.batch[d] for d in k.batch_of(view)), self.order[op]
                 for b in cutlass.range_constexpr(blocks):
                     slot = stage * self.main.boxes + w * blocks + b
-                    source = sources[w][(None, tile.column * blocks + b, depth, *at)]
-                    bulk_load(atoms[w], source, slots[w][None, slot], full, hint)
-        for r, (op, view) in enumerate(plan.rows.items()):
-            if cutlass.const_expr(k.is_early(op) == early):
+                    source = sources[i][(None, tile.column * blocks + b, depth, *at)]
+                    bulk_load(atoms[i], source, slots[i][None, slot], full, hint)
+        for op, view in plan.rows.items():
+            if cutlass.const_expr(k.is_bulk(op, early)):
                 at = tuple(tile.batch[d] for d in k.batch_of(view))
-                self.load_row(loads, self.weights + r, full, tile, depth, stage, at)
-        for v, op in enumerate(plan.vectors):
-            if cutlass.const_expr(k.is_early(op) == early):
-                i = self.weights + len(plan.rows) + v
+                self.load_row(loads, self.order[op], full, tile, depth, stage, at)
+        for op in plan.vectors:
+            if cutlass.const_expr(k.is_bulk(op, early)):
+                i = self.order[op]
                 source = sources[i][None, depth]
                 bulk_load(atoms[i], source, slots[i][None, stage], full, EVICT_LAST)
         self.load_inner(loads, full, tile, depth, stage, early)
@@ -215,16 +223,13 @@ class Producer:
         """Load one stage of the column operands along hidden labels: every block reads all of
         them."""
         k = self.k
-        first = self.weights + len(k.plan.rows) + len(k.plan.vectors)
-        flat = [(g, n, op) for g in self.inner for n, op in enumerate(g.views)]
-        for i, (group, n, op) in enumerate(flat):
-            if cutlass.const_expr(k.is_early(op) == early):
-                at = tuple(tile.batch[d] for d in k.batch_of(group.views[op]))
+        for group, n, op in [(g, n, op) for g in self.inner for n, op in enumerate(g.views)]:
+            if cutlass.const_expr(k.is_bulk(op, early)):
+                at, i = tuple(tile.batch[d] for d in k.batch_of(group.views[op])), self.order[op]
                 for b in cutlass.range_constexpr(group.blocks):
                     box = stage * group.boxes + n * group.blocks + b
-                    slot = loads.slots[first + i][None, box]
-                    source = loads.sources[first + i][(None, b, depth, *at)]
-                    bulk_load(loads.atoms[first + i], source, slot, full, EVICT_LAST)
+                    source = loads.sources[i][(None, b, depth, *at)]
+                    bulk_load(loads.atoms[i], source, loads.slots[i][None, box], full, EVICT_LAST)
 
     @cute.jit
     def load_row(self, loads, i: cutlass.Constexpr, full, tile, depth, stage, at):

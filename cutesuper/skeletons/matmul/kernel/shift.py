@@ -15,7 +15,7 @@ from cutlass import Float32
 
 from cutesuper.device.fragments import PIECE, fragment
 from cutesuper.device.launch import wait_for_predecessor
-from cutesuper.device.memory import neighbours
+from cutesuper.device.memory import neighbours, one
 from cutesuper.ir.dims import extent
 from cutesuper.skeletons.matmul.kernel.context import Known
 from cutesuper.skeletons.matmul.kernel.row_tile import LANES, RowTile
@@ -55,16 +55,21 @@ class RowShift:
         k, plan = self.k, self.k.plan
         thread, tile = here.thread, here.tile
         last = k.extents.of(plan.row, here.tensors) - 1
-        whole = extent(plan.program.dims[plan.contracted]) // PIECE
-        place = thread % LANES * whole // LANES * PIECE
+        end = extent(plan.program.dims[plan.contracted])
+        place = thread % LANES * (end // PIECE) // LANES * PIECE
         for p, registers in enumerate(pieces):
             row = tile.row * k.m + thread // LANES + p * self.tile.height
             row = row if row < last else last  # rows past the end are not stored
             for op, register in zip(self.shift.source.leaves, registers, strict=True):
                 view = plan.staged(op)
                 offset = k.batch_offset(view, tile.batch) + row * view.stride(plan.row)
-                source = (here.tensors[view.argument].iterator + (offset + place)).align(16)
-                cute.autovec_copy(neighbours(source, PIECE), register)
+                source = here.tensors[view.argument].iterator + (offset + place)
+                if cutlass.const_expr(op not in plan.copied and end >= PIECE):
+                    cute.autovec_copy(neighbours(source.align(16), PIECE), register)
+                else:
+                    for e in cutlass.range_constexpr(PIECE):
+                        # the elements of a row with fewer count several times
+                        register[e] = one(source + e % end)[0]
 
     @cute.jit
     def sample(self, pieces, here):

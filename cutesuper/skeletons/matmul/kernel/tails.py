@@ -48,6 +48,10 @@ class Tails:
         self.multiplied = [t for t in self.tails if t.products]
         #: row operands loaded by TMA, by product
         self.loaded = {t: v for t, x in enumerate(self.tails) if (v := known.plan.loaded(x))}
+        #: products whose column operand is loaded by TMA
+        self.bulk = [t for t, x in enumerate(self.tails) if x.load not in known.plan.copied]
+        #: number of bulk loads of both
+        self.bulk_count = len(self.bulk) + len(self.loaded)
 
     def allocate(self, alloc: Any) -> HiddenMemory:
         """Allocate shared memory."""
@@ -82,22 +86,23 @@ class Tails:
         k, full = self.k, memory.after_full.only
         atoms, slots, sources = loads.atoms, loads.slots, loads.sources
         if cutlass.const_expr(early):
-            total = sum(g.boxes * COLUMN_BLOCK * g.depth * 2 for g in self.after)
+            groups = [self.after[t] for t in self.bulk]
+            total = sum(g.boxes * COLUMN_BLOCK * g.depth * 2 for g in groups)
             total += sum(k.m * self.tails[t].padded * 2 for t in self.loaded)
             full.expect_once(total)
         for i, (t, view) in enumerate(self.loaded.items()):
             if cutlass.const_expr(k.is_early(self.tails[t].source.leaves[0]) == early):
                 at = tuple(tile.batch[d] for d in k.batch_of(view))
-                n = len(self.tails) + i
+                n = len(self.bulk) + i
                 for c in cutlass.range_constexpr(self.tails[t].blocks):
                     source = sources[n][(None, tile.row, c, *at)]
                     bulk_load(atoms[n], source, slots[n][None, c], full, EVICT_LAST)
-        for t, tail in enumerate(self.tails):
+        for n, tail in enumerate(self.tails[t] for t in self.bulk):
             if cutlass.const_expr(k.is_early(tail.load) == early):
                 at = tuple(tile.batch[d] for d in k.batch_of(tail.view))
                 for b in cutlass.range_constexpr(k.blocks):
-                    source = sources[t][(None, tile.column * k.blocks + b, 0, *at)]
-                    bulk_load(atoms[t], source, slots[t][None, b], full, EVICT_LAST)
+                    source = sources[n][(None, tile.column * k.blocks + b, 0, *at)]
+                    bulk_load(atoms[n], source, slots[n][None, b], full, EVICT_LAST)
 
     # ------------------------------------------------------------------------------- consumers
 

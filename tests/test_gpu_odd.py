@@ -1,0 +1,48 @@
+"""Products whose extents are no multiples of 8, on a GPU: right numbers in every program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutesuper as cs
+from tests import zoo
+from tests.odd_products import PROGRAMS, Case, cases
+from tests.test_gpu import check, run
+
+pytestmark = pytest.mark.gpu
+
+#: those that the machine of tests/ptx runs too: one of each program, and a few more
+FEW = len(PROGRAMS) + 2
+
+
+def few_on_the_machine(all_: list[Case]) -> list[Any]:
+    """All cases, the first ones marked for the machine of tests/ptx."""
+    return [
+        pytest.param(i, c, marks=[pytest.mark.ptx] * (i < FEW), id=str(c))
+        for i, c in enumerate(all_)
+    ]
+
+
+@pytest.mark.parametrize(("i", "case"), few_on_the_machine(cases(60)))
+def test_products_of_any_extents(i: int, case: Case) -> None:
+    kernel = cs.superoptimize(case.graph(), dependent_launch=case.dependent)
+    for m in {case.m, case.m + 3 if case.symbolic else case.m}:
+        check(kernel, zoo.draw(kernel.graph, i, "cuda", {"M": m}))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("transposed", [False, True], ids=["KN", "NK"])
+def test_what_lies_behind_a_row_is_not_multiplied(transposed: bool) -> None:
+    """The words that hold the end of a row hold the beginning of the next one: NaN times zero would
+    be NaN."""
+    kernel = cs.superoptimize(zoo.rms_norm_linear(16, 65, 63, transposed=transposed))
+    x, w = zoo.draw(kernel.graph, 1, "cuda")
+    x[5, 0], x[9] = torch.nan, torch.inf
+    [z] = run(kernel, [x, w])
+    others = [i for i in range(16) if i not in (5, 9)]
+    assert z[others].isfinite().all() and not z[[5, 9]].isfinite().any()
