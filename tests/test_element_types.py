@@ -70,3 +70,11 @@ def test_an_operator_stored_in_float32_is_not_rounded_on_the_way() -> None:
     for i, n in enumerate(nodes):
         short = n.operator == "input" or i in factors
         assert n.dtype.name == ("float16" if short else "float32"), n
+
+
+def test_a_result_in_float32_that_a_product_reads_too() -> None:
+    g = new_kernel_graph()
+    p = g.softmax(g.new_input((16, 256), "fp16"))
+    g.mark_output(p, "fp32")
+    g.mark_output(p @ g.new_input((256, 512), "fp16"))
+    assert searched(g).tensors["out1"].dtype.name == "float16"

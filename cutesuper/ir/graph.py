@@ -288,6 +288,8 @@ class KernelGraph(NamedOperators):
             elif i in needed:
                 args, first = [new[j] for j in n.inputs], len(g.nodes)
                 op = lookup(n.operator)
+                if op.one_type:  # an output may be stored in another type than it is used in
+                    args = [g._as_used(self, j, t) for j, t in zip(n.inputs, args, strict=True)]
                 attributes = dict(n.attributes)
                 new[i] = (
                     op.expand(g, args, attributes)
@@ -380,6 +382,11 @@ class KernelGraph(NamedOperators):
             return t.dtype
         args = [self.tensor(i) for i in t.node.inputs]
         return self.result_dtype(t.node.operator, args, t.node.attributes)
+
+    def _as_used(self, other: KernelGraph, i: int, t: Tensor) -> Tensor:
+        """A value of this graph in the type that node ``i`` of another graph has for its users."""
+        dtype = other._own_dtype(other.tensor(i))
+        return t if dtype == t.dtype else self.convert(t, dtype)
 
     def _with_types_of(self, other: KernelGraph) -> KernelGraph:
         """This graph, with outputs stored in the types of another graph's outputs."""
