@@ -60,7 +60,10 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
             f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
         )
     if s.persistent:
-        lines.append(f"every cluster walks a run of tiles along {plan.column}")
+        lines.append(
+            f"clusters walk over groups of {plan.group} tiles along {plan.row}, step by step along "
+            f"{plan.column}"
+        )
     if plan.shift is not None:
         names = [plan.arguments[plan.staged(i).argument].name for i in plan.shift.source.leaves]
         lines.append(

@@ -24,11 +24,14 @@ from cutesuper.targets import Target
 COLUMN_BLOCK = 64
 #: elements of a 128-byte shared-memory row: the unit of the contracted label
 CHUNK = 64
-ROW_TILES = (8, 16, 32, 64, 128, 256)
+#: rows of a tile: any multiple of the first, the second at most
+ROW_UNIT, MAX_ROWS = 8, 256
 #: most accumulators of a thread if all threads of a block have equally many registers
 EQUAL_SHARE = 96
-#: most accumulators of a block: 256 x 128 over two warpgroups are 128 registers of each thread
-MAX_ACCUMULATORS = 2 * 128 * 128
+#: registers of a consumer thread beside its accumulators
+BESIDE_ACCUMULATORS = 40
+#: most accumulators of a block: 192 x 256 over two warpgroups, whose threads have 232 registers
+MAX_ACCUMULATORS = 2 * 128 * (232 - BESIDE_ACCUMULATORS)
 #: rows of the smallest WGMMA instruction: all vectors of a kernel are one more tile of them
 MAX_VECTORS = 8
 #: most rows of a tile that is shifted: with 256 rows, of which a thread of the helper warps has 16,
@@ -349,6 +352,13 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return (192, 96, 32) if self.schedule.helpers == 4 else (208, 88, 88)
 
     @property
+    def instruction_rows(self) -> int:
+        """Rows of one instruction: 512 threads start with 128 registers each, and one of 256 rows
+        needs 154; the compiler refuses it even if registers are handed over later."""
+        m = self.tile[0]
+        return m if m <= 128 or self.threads <= 384 else m // 2
+
+    @property
     def helpers(self) -> int:
         """Helper warps."""
         return self.schedule.helpers if self.has_helpers else 0
@@ -426,6 +436,17 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return self.slot_bytes * self.schedule.stages + self.fixed_bytes(self.schedule)
 
     @property
+    def group(self) -> int:
+        """Row tiles of a group that blocks walk over together: those that need the fewest rows and
+        columns at a time, among the divisors of the number of clusters, with which a cluster stays
+        in its row tile."""
+        m, n, _ = self.tile
+        share = self.schedule.share_rows
+        clusters = max(1, self.schedule.persistent // share)
+        divisors = (g for g in range(1, clusters + 1) if clusters % g == 0)
+        return min(divisors, key=lambda g: g * m + clusters // g * share * n)
+
+    @property
     def stands_alone(self) -> bool:
         """True if a block finishes its tile by itself, from the loop's accumulators."""
         beside = self.tails or self.reductions or self.vector_rows or self.shift is not None
@@ -471,14 +492,19 @@ def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, in
 # ------------------------------------------------------------------------------------------ limits
 
 
+def takes_rows(m: int) -> bool:
+    """True if an instruction, or two of them, multiply tiles of ``m`` rows."""
+    return m % ROW_UNIT == 0 and 0 < m <= MAX_ROWS
+
+
 def exceeded_by_tile(plan: MatmulPlan) -> Limit | None:
     """The limit that a plan's tile exceeds with every schedule; None if there is none."""
     m, n, k = plan.tile
-    if m not in ROW_TILES or n % COLUMN_BLOCK or k % CHUNK:
+    if not takes_rows(m) or n % COLUMN_BLOCK or k % CHUNK:
         return Limit(
             "tiles that the tensor cores do not take",
-            f"tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be one of "
-            f"{ROW_TILES}, columns and depth multiples of {COLUMN_BLOCK}",
+            f"tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be a multiple "
+            f"of {ROW_UNIT} up to {MAX_ROWS}, columns and depth multiples of {COLUMN_BLOCK}",
         )
     if plan.shift is not None and m > MAX_SHIFTED_ROWS:
         return Limit(
@@ -510,6 +536,12 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{plan.tile[0]}x{plan.tile[1]} accumulators need two consumer warpgroups, which share "
             "out blocks of 64 columns; use a tile with an even number of them (it has "
             f"{' and '.join(map(str, plan.shared_blocks))})",
+        )
+    if plan.instruction_rows % ROW_UNIT:
+        return Limit(
+            "tiles that the tensor cores do not take",
+            f"{plan.threads} threads multiply tiles of {plan.tile[0]} rows by halves, which are no "
+            f"multiples of {ROW_UNIT}; use 2 helper warps, or a multiple of {2 * ROW_UNIT} rows",
         )
     if mistake := next(_bad_knobs(plan), None):
         return Limit("tiles that blocks cannot share, walk over or store", mistake)

@@ -82,7 +82,11 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
     even = all(b % 2 == 0 for b in plan.shared_blocks)
     warpgroups = 2 if plan.accumulators > 128 * ONE_WARPGROUP and even else 1
     schedule = MatmulSchedule(
-        0, warpgroups, bulk_store=plan.can_bulk_store, dependent_launch=dependent_launch
+        0,
+        warpgroups,
+        helpers=_helpers(plan, 4),
+        bulk_store=plan.can_bulk_store,
+        dependent_launch=dependent_launch,
     )
     room = target.shared_bytes - plan.fixed_bytes(schedule)
     stages = min(room // plan.slot_bytes, max(2, plan.iterations))
@@ -116,13 +120,22 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     if schedule.dependent_launch and not walks:
         return schedule
     own = m // share  # rows that a block loads
-    helpers = SETTINGS.choose(target, "helpers", prologue=plan.prologue is not None, rows=own)
+    warps = SETTINGS.choose(target, "helpers", prologue=plan.prologue is not None, rows=own)[
+        "warps"
+    ]
     return replace(
         schedule,
         share_rows=share,
         persistent=slots if walks else 0,
-        helpers=helpers["warps"],
+        helpers=_helpers(plan, warps),
     )
+
+
+def _helpers(plan: MatmulPlan, warps: int) -> int:
+    """Helper warps, ``warps`` where the instruction allows: see `MatmulPlan.instruction_rows`."""
+    rows = plan.tile[0]
+    whole = rows <= 128 or rows % 16 == 0 or plan.prologue is not None
+    return warps if whole else 2
 
 
 def shared_by(column_tiles: int, rows: int, target: Target) -> int:
@@ -130,4 +143,5 @@ def shared_by(column_tiles: int, rows: int, target: Target) -> int:
     found = SETTINGS.choose(target, "share", rows=rows)
     share = found["blocks"]
     empty = share * ceil_div(column_tiles, share) - column_tiles
-    return share if empty * found["full"] <= column_tiles else 1
+    whole = rows % (8 * share) == 0  # each loads whole blocks of 8 rows
+    return share if whole and empty * found["full"] <= column_tiles else 1

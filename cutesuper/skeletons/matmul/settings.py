@@ -8,9 +8,9 @@ from cutesuper.targets.settings import Decision, Settings
 SETTINGS = Settings(
     "matmul",
     {
-        # tiles of rows worth a price, of equal costs the first one; none: the smallest that covers
-        # the rows, which few rows are not divided for
-        "rows": Decision(("rows",), {"tiles": ()}),
+        # the fewest and the most rows of tiles worth a price, which are divided evenly, of equal
+        # costs the fewest; 0: the smallest that covers the rows, which few rows are not divided for
+        "rows": Decision(("rows",), {"least": 0, "most": 0}),
         # the same where rows are divided because the columns are not, or because more products
         # follow: as far as the first tile that covers the rows. Their order was not measured
         "divided": Decision((), {"tiles": (8, 16, 32, 64, 256, 128)}),

@@ -29,17 +29,15 @@ class Consumer:
         self.prefetch = Prefetch(known)
         self.main, self.inner, self.after = known.groups
         self.per_group = known.blocks // known.warpgroups
-        # 512 threads start with 128 registers each, and an instruction with 256 rows needs 154: the
-        # compiler refuses it even if registers are handed over later
-        self.instruction_rows = min(known.m, 128) if known.plan.threads > 384 else known.m
+        self.instruction_rows = known.plan.instruction_rows
 
     @cute.jit
     def run(self, here, outs):
-        """Walk over the tiles; ``outs`` are the TMA stores of `TileStore.partition`."""
+        """Walk over the tiles; ``outs`` are the TMA stores of `TileStore.atoms`."""
         at = here.memory.ring.first()
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
-            for step in cutlass.range(first, end, unroll=1):
+            for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
                 tile = self.walk.tile(step, here.tensors)
                 at = self.consume(here.at(tile), outs, at)
         else:

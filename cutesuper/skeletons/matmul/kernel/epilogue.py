@@ -7,6 +7,7 @@ timing.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import cutlass
@@ -101,7 +102,7 @@ class Epilogue:
     def send(self, accumulators, vectors, here):
         """Push every column's partial sums to the block that finishes it."""
         k, count, memory = self.k, self.k.values, here.memory
-        width = min(4, count)
+        width = gcd(4, count)
         for w in cutlass.range_constexpr(k.results):
             for i in cutlass.range_constexpr(len(accumulators[w])):
                 words = cute.recast_tensor(accumulators[w][i], Int32)
@@ -151,7 +152,7 @@ class Epilogue:
         count, total = self.k.values, None
         for source in range(self.k.cluster):
             pointer = memory.partials + self.slot(source, product, column, quarter)
-            part = fetched(neighbours(pointer.align(4 * min(4, count)), count)).load()
+            part = fetched(neighbours(pointer.align(4 * gcd(4, count)), count)).load()
             total = part if total is None else total + part
         return total
 

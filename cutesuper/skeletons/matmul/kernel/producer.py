@@ -68,7 +68,7 @@ class Producer:
         k, height = self.k, self.sharing.rows
         layout = k.row_layout(height, k.chunks if self.chunked else 1)
         if not self.chunked:
-            layout = cute.slice_(layout, (None, None, 0))
+            layout = cute.select(layout, [0, 1])
         atoms = []
         for v in k.plan.rows.values():
             tensor = k.row_tensor(v, k.plan.contracted, tensors, self.chunked)
@@ -134,7 +134,7 @@ class Producer:
                 wait_for_predecessor()
             if cutlass.const_expr(self.walk.persistent):
                 first, end = self.walk.run(tensors)
-                for step in cutlass.range(first, end, unroll=1):
+                for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
                     at = self.load_tile(loads, memory, self.walk.tile(step, tensors), at, 0)
             else:
                 self.load_tile(loads, memory, tile, at, 0)

@@ -1,4 +1,6 @@
-"""TMA stores of tiles: pieces of 32 rows and 64 columns, two per warpgroup in flight.
+"""TMA stores of tiles: pieces of 32 rows and 64 columns, two per warpgroup in flight. If the rows
+of a tile are no multiple of 32, its last piece begins within the one before, and stores some of
+them again.
 
 An accumulator fragment holds the tile transposed (columns are the M side of the product), so it is
 transposed while it is written to shared memory, 8x8 elements at a time. The TMA store clips the
@@ -25,7 +27,7 @@ from cutesuper.device.memory import (
     wait_for_stores,
 )
 from cutesuper.skeletons.kernel.arguments import dtype_of, labelled
-from cutesuper.skeletons.matmul.kernel.context import WARPGROUP_BARRIER, Known, Memory
+from cutesuper.skeletons.matmul.kernel.context import WARPGROUP_BARRIER, Known
 from cutesuper.skeletons.matmul.kernel.leaves import Column, Leaves
 from cutesuper.skeletons.matmul.plan import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
 
@@ -40,6 +42,8 @@ class TileStore:
     def __init__(self, known: Known, leaves: Leaves) -> None:
         self.k, self.leaves = known, leaves
         self.active = known.plan.schedule.bulk_store
+        #: first rows of the pieces of a tile
+        self.starts = [min(p, known.m - STORE_ROWS) for p in range(0, known.m, STORE_ROWS)]
         #: TMA stores, one for each output
         self.count = len(known.plan.outputs) if self.active else 0
 
@@ -72,14 +76,10 @@ class TileStore:
             return None
         return operand(alloc, self.k.dtype, self.layout())
 
-    def partition(self, atoms: list[Any], coords: list[Any], memory: Memory) -> list[Any]:
-        """For every output: the atom, the pieces' slots and the tensor's pieces."""
-        tile, found = (STORE_ROWS, STORE_COLUMNS), []
-        for atom, coord in zip(atoms, coords, strict=True):
-            pieces = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
-            slots, targets = partition(atom, memory.pieces, pieces, len(tile))
-            found.append((atom, slots, targets))
-        return found
+    def piece(self, coord: cute.Tensor, row: Any, column: Any, at: tuple[Any, ...]) -> cute.Tensor:
+        """The piece of a tensor from a row and a column on, in slice ``at`` of the batch."""
+        behind = cute.domain_offset((row, column, *at), coord)
+        return cute.local_tile(behind, (STORE_ROWS, STORE_COLUMNS), (0, 0, *(0 for _ in at)))
 
     @cute.jit
     def run(self, accumulators, here, outs):
@@ -88,18 +88,20 @@ class TileStore:
         group, count = warp // 4, 0
         for i in cutlass.range_constexpr(len(accumulators[0])):
             block = group + k.warpgroups * i
-            for p in cutlass.range_constexpr(k.m // STORE_ROWS):
+            for first in self.starts:
                 for o, output in enumerate(k.plan.outputs):
                     buffer = group * STORE_BUFFERS + count % STORE_BUFFERS
                     count += 1
                     self.wait_for_buffer(warp)
                     sums = [row[i] for row in accumulators]
-                    self.write(sums, here, block, p, o, buffer)
+                    self.write(sums, here, block, first, o, buffer)
                     at = tuple(tile.batch[d] for d in k.batch_of(output.view))
-                    row = tile.row * (k.m // STORE_ROWS) + p
-                    place = (None, row, tile.column * k.blocks + block, *at)
-                    atom, slots, targets = outs[o]
-                    self.send(atom, slots[None, buffer], targets[place], warp)
+                    row = tile.row * k.m + first
+                    column = (tile.column * k.blocks + block) * STORE_COLUMNS
+                    atom, coord = outs[o]
+                    piece = self.piece(coord, row, column, at)
+                    source, target = partition(atom, here.memory.pieces, piece, 2)
+                    self.send(atom, source[None, buffer], target, warp)
         if cutlass.const_expr(count % STORE_BUFFERS != 0):
             # the next tile starts with the first buffer again
             self.drain()
@@ -131,29 +133,30 @@ class TileStore:
             wait_for_stores(0)
 
     @cute.jit
-    def write(self, sums, here, block, p: cutlass.Constexpr, o: cutlass.Constexpr, buffer):
-        """Apply an output's expression to a piece and write it to its buffer."""
+    def write(self, sums, here, block, first: cutlass.Constexpr, o: cutlass.Constexpr, buffer):
+        """Apply an output's expression to the piece from row ``first`` on and write it to its
+        buffer."""
         k, output = self.k, self.k.plan.outputs[o]
         dtype = dtype_of(k.plan, output.view)
         last = k.extents.of(k.plan.column, here.tensors) - 1
         # 8x8 elements by (row block, column half): four of them are one store
         words = fragment(2 * VALUES, dtype)
-        local = [p * STORE_ROWS + self.leaves.row_of(v, here.quarter) for v in range(VALUES)]
+        local = [first + self.leaves.row_of(v, here.quarter) for v in range(VALUES)]
         for half in cutlass.range_constexpr(2):
             n = here.tile.column * k.n + self.leaves.column_in_tile(block, half, here)
             inside = n if n < last else last  # loads of the epilogue stay inside their tensors
-            columns = [self.column_of(acc, p, half) for acc in sums]
+            columns = [self.column_of(acc, first, half) for acc in sums]
             own = Column(k.plan.finals, columns, inside, k.plan.column, local)
             value = stored(self.leaves.evaluate(output.expression, own, here), VALUES, dtype)
             for v in cutlass.range_constexpr(VALUES):
                 words[4 * (v // 2) + 2 * half + v % 2] = value[v]
         self.transpose(words, here, buffer, dtype)
 
-    def column_of(self, accumulator: cute.Tensor, p: int, half: int) -> Any:
-        """One column of piece ``p`` of an accumulator fragment."""
+    def column_of(self, accumulator: cute.Tensor, first: int, half: int) -> Any:
+        """One column of the piece of an accumulator fragment from row ``first`` on."""
         column = fragment(VALUES)
         for v in range(VALUES):
-            column[v] = accumulator[self.leaves.position(p * VALUES + v, half)]
+            column[v] = accumulator[self.leaves.position(first // 4 + v, half)]
         return column.load()
 
     @cute.jit
