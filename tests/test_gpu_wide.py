@@ -71,6 +71,12 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
     "odd eights over a cluster": (
         Linear(100, 256, 128, 56, tile_k=64, cluster=2, residual=True), {}
     ),
+    "partial sums in the ring": (
+        Linear(150, 384, 136, 80, 64, 64, cluster=2, residual=True, gain=True), {}
+    ),
+    "four parts of the ring": (
+        Linear(72, 1024, 64, 72, 64, 64, 4, norm=False), {"stages": 3, "head": 3}
+    ),
     "pieces that overlap": (Linear(90, 192, 136, 40, 128, 64, norm=False, residual=True), {}),
     "152 rows": (Linear(300, 128, 128, 152, 128, 64, dtype="bfloat16"), {}),
     "pairs of 48 rows that walk": (

@@ -34,6 +34,8 @@ BESIDE_ACCUMULATORS = 40
 MAX_ACCUMULATORS = 2 * 128 * (232 - BESIDE_ACCUMULATORS)
 #: rows of the smallest WGMMA instruction: all vectors of a kernel are one more tile of them
 MAX_VECTORS = 8
+#: rows up to which a kernel reads weights and does little else
+FEW_ROWS = 64
 #: most rows of a tile that is shifted: with 256 rows, of which a thread of the helper warps has 16,
 #: numbers to subtract and sums take 16 bytes of stack
 MAX_SHIFTED_ROWS = 128
@@ -308,6 +310,11 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """fp32 values that they hold for the products of vectors."""
         return MAX_VECTORS * self.tile[1] * len(self.vector_columns)
 
+    @property
+    def thread_accumulators(self) -> int:
+        """fp32 values that each thread of the consumers holds."""
+        return (self.accumulators + self.vector_accumulators) // (128 * self.schedule.warpgroups)
+
     @cached_property
     def iterations(self) -> int:
         """Loop iterations of one block."""
@@ -341,8 +348,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def registers(self) -> tuple[int, int, int] | None:
         """Registers per thread of (consumers, helpers, producer) if an equal share for all threads
         would not hold the accumulators; None if it does."""
-        accumulators = self.accumulators + self.vector_accumulators
-        if accumulators // (128 * self.schedule.warpgroups) <= EQUAL_SHARE:
+        if self.thread_accumulators <= EQUAL_SHARE:
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or of the 384 x 168
         # with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and producer are one
@@ -410,6 +416,13 @@ class MatmulPlan(Plan[MatmulSchedule]):
         m, n, _ = self.tile
         return 4 * n * (m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns))
 
+    @cached_property
+    def exchange_in_ring(self) -> bool:
+        """True if partial sums arrive in the ring, once all blocks of the cluster have read it. Few
+        rows leave room for both."""
+        alone = not (self.tails or self.vector_rows)
+        return self.cluster > 1 and alone and self.tile[0] > FEW_ROWS
+
     def reduction_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes for joining the reductions along the columns: a slot for each consumer warp, and
         one for each block of the cluster."""
@@ -428,7 +441,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
         alignment = 3072 + 1024 * bool(self.vector_rows)
         after = self.tail_bytes + self.reduction_bytes(schedule) + self.store_bytes(schedule)
-        return self.exchange_bytes + after + statistics + alignment
+        exchange = 0 if self.exchange_in_ring else self.exchange_bytes
+        return exchange + after + statistics + alignment
 
     @property
     def shared_bytes(self) -> int:
@@ -537,6 +551,13 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             "out blocks of 64 columns; use a tile with an even number of them (it has "
             f"{' and '.join(map(str, plan.shared_blocks))})",
         )
+    each = plan.thread_accumulators
+    if plan.registers is not None and each > plan.registers[0] - BESIDE_ACCUMULATORS:
+        return Limit(
+            "accumulators exceed the registers",
+            f"{each} accumulators of a thread, which has {plan.registers[0]} registers beside "
+            f"{plan.helpers} helper warps; use a smaller tile",
+        )
     if plan.instruction_rows % ROW_UNIT:
         return Limit(
             "tiles that the tensor cores do not take",
@@ -551,7 +572,8 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{odd[0]} block(s) of 64 columns cannot be shared out over {s.warpgroups} consumer "
             "warpgroups",
         )
-    if plan.shared_bytes > target.shared_bytes or s.stages < 2:
+    short = plan.exchange_in_ring and s.stages * plan.stage_bytes < plan.exchange_bytes
+    if plan.shared_bytes > target.shared_bytes or s.stages < 2 or short:
         return Limit(
             "stages exceed the shared memory",
             f"{s.stages} stages of {plan.slot_bytes} bytes and {plan.exchange_bytes} bytes of "

@@ -90,7 +90,8 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
     )
     room = target.shared_bytes - plan.fixed_bytes(schedule)
     stages = min(room // plan.slot_bytes, max(2, plan.iterations))
-    ring = SETTINGS.choose(target, "ring", dependent_launch=dependent_launch)
+    rows = extent(plan.program.dims[plan.row])
+    ring = SETTINGS.choose(target, "ring", dependent_launch=dependent_launch, rows=rows)
     if ring["bytes"] and stages < plan.iterations:
         stages = min(stages, max(ring["stages"], ring["bytes"] // plan.stage_bytes))
     tiled = _with_tiles(plan, schedule, target)

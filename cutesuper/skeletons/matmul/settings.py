@@ -18,7 +18,7 @@ SETTINGS = Settings(
         "columns": Decision((), {"tiles": (64, 128, 192, 256)}),
         "depth": Decision((), {"tiles": (64, 128, 192, 256)}),
         # bytes that are kept in flight, if `stages` are not more; 0: as many as fit
-        "ring": Decision(("dependent_launch",), {"bytes": 0, "stages": 2}),
+        "ring": Decision(("dependent_launch", "rows"), {"bytes": 0, "stages": 2}),
         # stages that the producer fills before the block's first barrier
         "ahead": Decision((), {"stages": 0}),
         # by the rows of a tile: neighbouring blocks along the columns that load it together, where

@@ -160,6 +160,8 @@ class Memory:
         hidden: a `tails.HiddenMemory`.
         columns, rows, vectors, vector_rows: operands in the ring.
         partials: partial sums that the cluster sends (fp32).
+        drained: all blocks of the cluster have read their rings, where partial sums arrive
+            then; None if they arrive elsewhere.
         statistics, row_values: of the rows, fp32.
         warp_sums, block_sums: of the reductions along the columns; None without any.
         pieces: of the tile on its way to memory.
@@ -180,6 +182,7 @@ class Memory:
     pieces: Any
     ring: Ring
     ready: Barriers
+    drained: Any
     received: Barriers
     reduced: Barriers
     after_full: Any

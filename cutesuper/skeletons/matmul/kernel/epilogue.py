@@ -102,6 +102,9 @@ class Epilogue:
     def send(self, accumulators, vectors, here):
         """Push every column's partial sums to the block that finishes it."""
         k, count, memory = self.k, self.k.values, here.memory
+        if cutlass.const_expr(k.plan.exchange_in_ring):
+            memory.drained.only.arrive_warp(here.lane, k.cluster)
+            memory.drained.only.wait(0)
         width = gcd(4, count)
         for w in cutlass.range_constexpr(k.results):
             for i in cutlass.range_constexpr(len(accumulators[w])):

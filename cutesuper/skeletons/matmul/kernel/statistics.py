@@ -85,6 +85,8 @@ class RowSide:
             at = ring.next(at)
         if cutlass.const_expr(k.cluster > 1):
             wait_for_cluster()
+        if cutlass.const_expr(plan.exchange_in_ring):
+            memory.drained.only.arrive_warp(here.lane, k.cluster)
         if cutlass.const_expr(len(plan.statistics) > 0):
             if fresh:
                 self.reduce(here, totals, first)
