@@ -83,6 +83,10 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
         Linear(130, 320, 384, 48, 128, 64),
         {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},
     ),
+    "walks with a residual": (
+        Linear(200, 256, 328, 72, 128, 64, norm=False, residual=True),
+        {"persistent": 3, "stages": 3, "head": 3},
+    ),
     "192 rows and 256 columns": (Linear(200, 256, 256, 192, 256, 64, norm=False), {}),
 }  # fmt: skip
 

@@ -70,6 +70,11 @@ def transposing_atom(dtype: Any) -> cute.CopyAtom:
     return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), dtype)
 
 
+def transposed_atom(dtype: Any) -> cute.CopyAtom:
+    """The atom with which a warp loads what that of `transposing_atom` has stored."""
+    return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), dtype)
+
+
 # -------------------------------------------------------------------------------------- tiles (TMA)
 
 

@@ -46,8 +46,11 @@ MAX_HIDDEN = 256
 _WIDTHS = (16, 32, 64)
 #: rows and columns of one bulk store: 128-byte rows, as the swizzle requires
 STORE_ROWS, STORE_COLUMNS = 32, 64
-#: pieces of a warpgroup in flight
-STORE_BUFFERS = 2
+#: pieces of a warpgroup in flight; where tensors are loaded in pieces too, one is computed while
+#: one leaves and one comes
+STORE_BUFFERS, LOAD_BUFFERS = 2, 3
+#: most tensors that are loaded in pieces: each takes 24 KB of two warpgroups
+MAX_PIECED = 2
 
 
 def hidden_width(extent: int, narrow: bool) -> int:
@@ -429,9 +432,26 @@ class MatmulPlan(Plan[MatmulSchedule]):
         slots = 4 * schedule.warpgroups + self.column_cluster
         return 4 * self.tile[0] * slots * len(self.reductions)
 
+    @cached_property
+    def pieced(self) -> tuple[int, ...]:
+        """Loads of the epilogue, such as residuals, that bulk loads bring in the same pieces as
+        the output leaves in, to the same buffers."""
+        found = tuple(
+            op for op, v in self.loads.items()
+            if {self.row, self.column} <= set(v.labels) and v.stride(self.column) == 1
+            and self.arguments[v.argument].dtype in ("float16", "bfloat16")
+        )  # fmt: skip
+        few = len(self.outputs) == 1 and len(found) <= MAX_PIECED
+        return found if few and self.can_bulk_store else ()
+
+    @property
+    def buffers(self) -> int:
+        """Pieces of a warpgroup in shared memory."""
+        return LOAD_BUFFERS * len(self.pieced) or STORE_BUFFERS
+
     def store_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes of the pieces on their way to memory."""
-        pieces = STORE_BUFFERS * schedule.warpgroups * schedule.bulk_store
+        pieces = self.buffers * schedule.warpgroups * schedule.bulk_store
         return 2 * STORE_ROWS * STORE_COLUMNS * pieces
 
     def fixed_bytes(self, schedule: MatmulSchedule) -> int:

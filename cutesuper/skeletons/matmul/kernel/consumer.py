@@ -33,7 +33,7 @@ class Consumer:
 
     @cute.jit
     def run(self, here, outs):
-        """Walk over the tiles; ``outs`` are the TMA stores of `TileStore.atoms`."""
+        """Walk over the tiles; ``outs`` are the copies of `TileStore.atoms`."""
         at = here.memory.ring.first()
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
@@ -51,6 +51,7 @@ class Consumer:
         cores, rows = k.cores, self.instruction_rows
         group = here.warp // 4
         self.prefetch.run(here)
+        self.epilogue.tile_store.ask(here, outs, True)
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.main.views else inner[0]
@@ -88,6 +89,7 @@ class Consumer:
         if cutlass.const_expr(self.walk.persistent):
             ring.release(previous, here.lane, self.sharing.blocks)
         self.epilogue.begin()
+        self.epilogue.tile_store.ask(here, outs, False)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.run(behind, accumulators, hidden, here)
         self.epilogue.run(accumulators, vectors.accumulators, here, outs)

@@ -175,7 +175,7 @@ class MatmulKernel:
             partials = floats(plan.exchange_bytes // 4, 128)
         statistics = floats(len(plan.statistics) * k.cluster * k.m)
         row_values = floats(len(plan.row_values) * k.m)
-        pieces = self.tile_store.allocate(alloc)
+        pieces, pieces_full = self.tile_store.allocate(alloc)
         readers = (k.consumers + k.helpers) * self.sharing.blocks
         full = Barriers.allocate(alloc, k.stages)
         ring = Ring(k.stages, full, Barriers.allocate(alloc, k.stages, readers))
@@ -189,7 +189,7 @@ class MatmulKernel:
         count = len(plan.reductions)
         return Memory(
             hidden, columns, rows, vectors, vector_rows, partials, statistics, row_values, pieces,
-            ring, ready, drained, received, reduced, after_full, warp_sums, block_sums,
+            pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums, block_sums,
             Barriers.allocate(alloc, count) if count else None,
         )  # fmt: skip
 
@@ -201,6 +201,7 @@ class MatmulKernel:
             (memory.ready, plan.rewrites),
             (memory.received, self.k.cluster > 1),
             (memory.drained, plan.exchange_in_ring),
+            (memory.pieces_full, self.tile_store.loads > 0),
             (memory.reduced, self.row_tile.receivers > 1 and len(plan.statistics) > 0),
             (memory.after_full, len(plan.tails) > 0),
             (memory.columns_reduced, plan.column_cluster > 1 and len(plan.reductions) > 0),

@@ -68,7 +68,8 @@ class Walk:
         """The tile of one step."""
         row, column, part = self.place(step, tensors)
         column = column * self.sharing.blocks + self.sharing.rank()
-        return Tile(row, column, Int32(0), self.k.batch_index(part, tensors))
+        batch = self.k.batch_index(part, tensors)
+        return Tile(row, column, Int32(0), batch, step // self.clusters)
 
     @cute.jit
     def fresh(self, step, first, tensors):
