@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
     ),
     "walks with a residual": (
         Linear(200, 256, 328, 72, 128, 64, norm=False, residual=True),
-        {"persistent": 3, "stages": 3, "head": 3},
+        {"persistent": 3, "stages": 3, "head": 3, "fetch": 2},
     ),
     "192 rows and 256 columns": (Linear(200, 256, 256, 192, 256, 64, norm=False), {}),
 }  # fmt: skip

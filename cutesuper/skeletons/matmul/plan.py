@@ -442,7 +442,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
             and self.arguments[v.argument].dtype in ("float16", "bfloat16")
         )  # fmt: skip
         few = len(self.outputs) == 1 and len(found) <= MAX_PIECED
-        return found if few and self.can_bulk_store else ()
+        return found if few and self.tile[0] > FEW_ROWS and self.can_bulk_store else ()
 
     @property
     def buffers(self) -> int:

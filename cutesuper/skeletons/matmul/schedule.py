@@ -40,6 +40,8 @@ class MatmulSchedule(Schedule):
             tile hide the epilogue.
         helpers: warps that reduce row statistics or compute the row operand. With 2, the producer
             is in their warpgroup, and 384 threads instead of 512 keep 168 registers each.
+        fetch: iterations ahead of the loads at which column operands are asked for, into L2: more
+            than the ring holds may be on the way from memory then. 0 asks for nothing.
         bulk_store: tiles leave through bulk stores of pieces of 32 rows and 64 columns. At
             300x4096x4096 31.1 us, 32.9 through the ring; elsewhere equal. Blocks that walk need
             it, since their ring holds the next tile by then.
@@ -53,6 +55,7 @@ class MatmulSchedule(Schedule):
         "share_rows": lambda s: (3 - s.share_rows,),
         "persistent": lambda s: (0,) if s.persistent else (),
         "helpers": lambda s: (6 - s.helpers,),
+        "fetch": lambda s: (2 * s.stages, s.stages) if not s.fetch else (0,),
     }
 
     stages: int
@@ -63,6 +66,7 @@ class MatmulSchedule(Schedule):
     persistent: int = 0
     helpers: int = 4
     bulk_store: bool = False
+    fetch: int = 0
 
     def settled(self, old: MatmulSchedule, knob: str) -> MatmulSchedule:
         """This schedule, adjusted: the producer fills no more stages ahead than there are."""
@@ -97,7 +101,8 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
     tiled = _with_tiles(plan, schedule, target)
     persistent = tiled.persistent if plan.iterations > stages else 0
     head = min(SETTINGS.choose(target, "ahead")["stages"], stages)
-    return replace(tiled, stages=stages, head=head, persistent=persistent)
+    fetch = SETTINGS.choose(target, "fetch", rows=rows)["rings"] * stages
+    return replace(tiled, stages=stages, head=head, persistent=persistent, fetch=fetch)
 
 
 def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> MatmulSchedule:

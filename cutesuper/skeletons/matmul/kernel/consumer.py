@@ -33,7 +33,7 @@ class Consumer:
 
     @cute.jit
     def run(self, here, outs):
-        """Walk over the tiles; ``outs`` are the copies of `TileStore.atoms`."""
+        """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`."""
         at = here.memory.ring.first()
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)

@@ -104,7 +104,7 @@ class MatmulKernel:
             ask_for_descriptors(atoms)
         count = len(atoms) - self.tile_store.count
         loads = self.producer.partition(atoms[:count], coords[:count], memory)
-        outs = list(zip(atoms[count:], coords[count:], strict=True))
+        outs = self.tile_store.partition(atoms[count:], coords[count:], memory)
 
         pieces = self.row_side.shift.fragments()
         if cutlass.const_expr(len(pieces) > 0 and not k.dependent):

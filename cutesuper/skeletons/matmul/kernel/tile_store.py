@@ -10,6 +10,8 @@ elements that lie outside of the tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import gcd
 from typing import Any
 
 import cutlass
@@ -33,7 +35,7 @@ from cutesuper.device.memory import (
 )
 from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import dtype_of, labelled
-from cutesuper.skeletons.matmul.kernel.context import WARPGROUP_BARRIER, Here, Known
+from cutesuper.skeletons.matmul.kernel.context import WARPGROUP_BARRIER, Here, Known, Memory
 from cutesuper.skeletons.matmul.kernel.leaves import Column, Leaves
 from cutesuper.skeletons.matmul.plan import (
     LOAD_BUFFERS,
@@ -53,7 +55,8 @@ class TileStore:
     def __init__(self, known: Known, leaves: Leaves) -> None:
         self.k, self.leaves = known, leaves
         self.active = known.plan.schedule.bulk_store
-        #: first rows of the pieces of a tile
+        #: rows between possible starts of pieces, and the first rows of a tile's pieces
+        self.every = gcd(known.m, STORE_ROWS)
         self.starts = [min(p, known.m - STORE_ROWS) for p in range(0, known.m, STORE_ROWS)]
         #: tensors that are loaded in pieces, and all TMA copies: outputs, then these
         self.loads = len(known.plan.pieced) if self.active else 0
@@ -94,17 +97,27 @@ class TileStore:
         count = LOAD_BUFFERS * self.k.warpgroups
         return pieces, Barriers.allocate(alloc, count) if self.loads else None
 
+    def partition(self, atoms: list[Any], coords: list[Any], memory: Memory) -> list[Any]:
+        """For every copy: the atom, the pieces' slots and the tensor's pieces, which begin at every
+        row where one may."""
+        shape, found = (STORE_ROWS, STORE_COLUMNS), []
+        for atom, coord in zip(atoms, coords, strict=True):
+            places = (None,) * cute.rank(coord)
+            pieces = cute.local_tile(coord, (self.every, STORE_COLUMNS), places)
+            if self.every < STORE_ROWS:  # they overlap
+                layout = cute.make_layout((*shape, *pieces.shape[2:]), stride=pieces.stride)
+                pieces = cute.make_tensor(pieces.iterator, layout)
+            found.append((atom, *partition(atom, memory.pieces, pieces, len(shape))))
+        return found
+
     def piece(self, copy: Any, view: View, here: Here, i: int, first: int) -> tuple[Any, Any]:
-        """Buffers, and the piece of a tensor in this warpgroup's ``i``-th block of columns from row
-        ``first`` of the tile on, in the form of its copy."""
-        k, tile, (atom, coord) = self.k, here.tile, copy
+        """Slots, and the piece of a tensor in this warpgroup's ``i``-th block of columns from row
+        ``first`` of the tile on."""
+        k, tile, (_, slots, pieces) = self.k, here.tile, copy
         block = here.warp // 4 + k.warpgroups * i
         at = tuple(tile.batch[d] for d in k.batch_of(view))
-        column = (tile.column * k.blocks + block) * STORE_COLUMNS
-        behind = cute.domain_offset((tile.row * k.m + first, column, *at), coord)
-        place = (0, 0, *(0 for _ in at))
-        target = cute.local_tile(behind, (STORE_ROWS, STORE_COLUMNS), place)
-        return partition(atom, here.memory.pieces, target, 2)
+        row = tile.row * (k.m // self.every) + first // self.every
+        return slots, pieces[(None, row, tile.column * k.blocks + block, *at)]
 
     # ---------------------------------------------------------------------------------- loads
 
@@ -268,13 +281,13 @@ class TileStore:
         for s, place in enumerate(self.blocks(here, buffer, dtype)):
             cute.copy(atom, neighbours(words.iterator + 8 * s, 8), neighbours(place, 8))
 
-    def blocks(self, here: Here, buffer: Any, dtype: Any) -> list[Any]:
+    def blocks(self, here: Here, buffer: Any, dtype: Any) -> Iterator[Any]:
         """For every four 8x8 blocks of a warp, the row that this lane gives the address of: lane
         ``8 i + r`` gives row ``r`` of block ``i``."""
         base = cute.recast_ptr(here.memory.pieces.iterator, dtype=dtype) + buffer * PIECE_ELEMENTS
         lane = here.lane
         row = lane % 8
         chunk = (here.warp % 4) * 2 + (lane // 8) % 2
-        places = [(16 * s + 8 * (lane // 16) + row) * STORE_COLUMNS + (chunk ^ row) * 8
-                  for s in range(2 * VALUES // 8)]  # fmt: skip
-        return [(base + at).align(16) for at in places]
+        for s in range(2 * VALUES // 8):
+            at = (16 * s + 8 * (lane // 16) + row) * STORE_COLUMNS + (chunk ^ row) * 8
+            yield (base + at).align(16)
