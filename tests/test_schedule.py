@@ -557,7 +557,10 @@ GOOD = schedule_dict(MatmulSchedule(4))
         ({}, "'kind' must be one of"),
         ({"kind": "columns"}, "'kind' must be one of"),
         ({"kind": ["matmul"]}, "'kind' must be one of"),
-        ({"kind": "matmul"}, "missing or unknown fields: bulk_store, dependent_launch, fetch, head"),
+        (
+            {"kind": "matmul"},
+            "missing or unknown fields: bulk_store, dependent_launch, fetch, head",
+        ),
         ({**GOOD, "depth": 1}, "missing or unknown fields: depth"),
         ({**GOOD, "kind": "rows"}, "RowSchedule: missing or unknown fields"),
         ({**GOOD, "stages": "4"}, "stages='4' is not a int"),

@@ -135,8 +135,8 @@ class WideRates:
     Attributes:
         rows: from which on they hold.
         l2_bandwidth, tensor_flops: as of `Target`.
-        sm_bytes_per_us, overlap, tensor_efficiency, half_area, cluster_store_us: as of `Rates`;
-            the tensor cores overlap like all else.
+        sm_bytes_per_us, overlap, tensor_efficiency, half_area, cluster_store_us,
+            exchange_us_per_kb: as of `Rates`; the tensor cores overlap like all else.
     """
 
     rows: int
@@ -147,6 +147,7 @@ class WideRates:
     tensor_efficiency: float
     half_area: float
     cluster_store_us: float
+    exchange_us_per_kb: float
 
 
 @dataclass(frozen=True)

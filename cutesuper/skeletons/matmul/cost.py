@@ -5,7 +5,7 @@ Everything that a kernel takes and does is read from its plan.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from math import prod
 
@@ -52,10 +52,8 @@ def _at_rows(rows: int, target: Target) -> Target:
     w = target.wide
     if rows < w.rows:
         return target
-    names = ("sm_bytes_per_us", "overlap", "tensor_efficiency", "half_area", "cluster_store_us")
-    rates = replace(
-        target.rates, tensor_overlap=w.overlap, **{name: getattr(w, name) for name in names}
-    )
+    own = {f.name: getattr(w, f.name) for f in fields(w) if hasattr(target.rates, f.name)}
+    rates = replace(target.rates, tensor_overlap=w.overlap, **own)
     return replace(target, l2_bandwidth=w.l2_bandwidth, tensor_flops=w.tensor_flops, rates=rates)
 
 

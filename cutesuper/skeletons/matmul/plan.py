@@ -420,11 +420,16 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return 4 * n * (m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns))
 
     @cached_property
+    def many_rows(self) -> bool:
+        """True if the products take as long as the weights."""
+        return extent(self.program.dims[self.row]) > FEW_ROWS
+
+    @cached_property
     def exchange_in_ring(self) -> bool:
         """True if partial sums arrive in the ring, once all blocks of the cluster have read it. Few
-        rows leave room for both."""
+        rows leave room for both: 64x128 fp32 are 32 KB."""
         alone = not (self.tails or self.vector_rows)
-        return self.cluster > 1 and alone and self.tile[0] > FEW_ROWS
+        return self.cluster > 1 and alone and self.many_rows
 
     def reduction_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes for joining the reductions along the columns: a slot for each consumer warp, and
@@ -442,7 +447,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
             and self.arguments[v.argument].dtype in ("float16", "bfloat16")
         )  # fmt: skip
         few = len(self.outputs) == 1 and len(found) <= MAX_PIECED
-        return found if few and self.tile[0] > FEW_ROWS and self.can_bulk_store else ()
+        return found if few and self.many_rows and self.can_bulk_store else ()
 
     @property
     def buffers(self) -> int:

@@ -29,8 +29,9 @@ class MatmulSchedule(Schedule):
         stages: slots of the shared-memory ring.
         warpgroups: consumer warpgroups; each owns every n-th block of 64 columns.
         head: stages the producer fills before the block's first barrier.
-        stream_columns: read the column operands with the evict-first hint: weights are read once
-            and should not push activations out of L2 (0.3 us on 16x4096x4096).
+        stream_columns: read the column operands with the evict-first hint, and rows with
+            evict-last: weights are read once and should not push activations out of L2 (0.3 us on
+            16x4096x4096). Where several tiles of rows read them, neither has a hint.
         share_rows: neighbouring blocks along the columns that form a cluster and load the row
             tile, which they all need, together: each a part, multicast to all. 209.0 us at
             4096x4096x4096 in pairs of blocks that walk, 215.3 alone. Sharing column tiles along
@@ -83,18 +84,19 @@ class MatmulSchedule(Schedule):
 
 def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -> MatmulSchedule:
     """The schedule that measurements favour, for a plan with any other schedule."""
+    rows = extent(plan.program.dims[plan.row])
     even = all(b % 2 == 0 for b in plan.shared_blocks)
     warpgroups = 2 if plan.accumulators > 128 * ONE_WARPGROUP and even else 1
     schedule = MatmulSchedule(
         0,
         warpgroups,
+        stream_columns=not plan.many_rows or rows <= plan.tile[0],
         helpers=_helpers(plan, 4),
         bulk_store=plan.can_bulk_store,
         dependent_launch=dependent_launch,
     )
     room = target.shared_bytes - plan.fixed_bytes(schedule)
     stages = min(room // plan.slot_bytes, max(2, plan.iterations))
-    rows = extent(plan.program.dims[plan.row])
     ring = SETTINGS.choose(target, "ring", dependent_launch=dependent_launch, rows=rows)
     if ring["bytes"] and stages < plan.iterations:
         stages = min(stages, max(ring["stages"], ring["bytes"] // plan.stage_bytes))

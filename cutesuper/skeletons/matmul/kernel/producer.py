@@ -42,6 +42,8 @@ class Producer:
         #: shape of the box of a row operand
         box = (sharing.rows, CHUNK)
         self.row_box = (*box, known.chunks) if self.chunked else box
+        #: rows are kept where columns are not
+        self.row_hint = EVICT_LAST if plan.schedule.stream_columns else None
         #: True if loads may start before all barriers are known to be ready
         self.head_starts = not sharing.active and not walk.persistent
 
@@ -253,10 +255,10 @@ class Producer:
         atom, slots, sources = loads.atoms[i], loads.slots[i], loads.sources[i]
         if cutlass.const_expr(self.chunked):
             source = sources[(None, tile.row, 0, depth, *at)]
-            bulk_load(atom, source, slots[None, stage], full, EVICT_LAST)
+            bulk_load(atom, source, slots[None, stage], full, self.row_hint)
         else:
             parts, part, chunks = self.sharing.blocks, self.sharing.rank(), self.k.chunks
             for c in cutlass.range_constexpr(chunks):
                 source = sources[(None, tile.row * parts + part, depth * chunks + c, *at)]
                 slot = slots[None, (stage * chunks + c) * parts + part]
-                bulk_load(atom, source, slot, full, EVICT_LAST, self.sharing.mask())
+                bulk_load(atom, source, slot, full, self.row_hint, self.sharing.mask())
