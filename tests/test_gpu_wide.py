@@ -85,7 +85,11 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
     ),
     "walks with a residual": (
         Linear(200, 256, 328, 72, 128, 64, norm=False, residual=True),
-        {"persistent": 3, "stages": 3, "head": 3, "fetch": 2},
+        {"persistent": 3, "stages": 3, "head": 3, "fetch": 2, "pieces": 2},
+    ),
+    "many pieces in flight": (
+        Linear(300, 320, 264, 144, 128, 64, residual=True),
+        {"persistent": 4, "pieces": 4, "stages": 3, "head": 3},
     ),
     "192 rows and 256 columns": (Linear(200, 256, 256, 192, 256, 64, norm=False), {}),
 }  # fmt: skip

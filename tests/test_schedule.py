@@ -598,6 +598,7 @@ def test_keys_see_everything_else() -> None:
     keys += [key_of(base, constants="W"), key_of(base, dependent_launch=True)]
     given, tall = MatmulSchedule(4, 1, 4), replace(base, tile_m=32)
     others = {"share_rows": 2, "persistent": 132, "helpers": 2, "stages": 3, "head": 3}
+    others |= {"pieces": 3, "fetch": 4}
     for knob, old in asdict(given).items():
         other = replace(given, **{knob: others.get(knob, not old)})
         if other.bulk_store:  # its pieces have 32 rows; 4 stages are what `tall` has anyway

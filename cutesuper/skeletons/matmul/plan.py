@@ -46,10 +46,7 @@ MAX_HIDDEN = 256
 _WIDTHS = (16, 32, 64)
 #: rows and columns of one bulk store: 128-byte rows, as the swizzle requires
 STORE_ROWS, STORE_COLUMNS = 32, 64
-#: pieces of a warpgroup in flight; where tensors are loaded in pieces too, one is computed while
-#: one leaves and one comes
-STORE_BUFFERS, LOAD_BUFFERS = 2, 3
-#: most tensors that are loaded in pieces: each takes 24 KB of two warpgroups
+#: most tensors that are loaded in pieces: each takes 24 to 32 KB of two warpgroups
 MAX_PIECED = 2
 
 
@@ -449,15 +446,10 @@ class MatmulPlan(Plan[MatmulSchedule]):
         few = len(self.outputs) == 1 and len(found) <= MAX_PIECED
         return found if few and self.many_rows and self.can_bulk_store else ()
 
-    @property
-    def buffers(self) -> int:
-        """Pieces of a warpgroup in shared memory."""
-        return LOAD_BUFFERS * len(self.pieced) or STORE_BUFFERS
-
     def store_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes of the pieces on their way to memory."""
-        pieces = self.buffers * schedule.warpgroups * schedule.bulk_store
-        return 2 * STORE_ROWS * STORE_COLUMNS * pieces
+        buffers = schedule.pieces * max(1, len(self.pieced))
+        return 2 * STORE_ROWS * STORE_COLUMNS * buffers * schedule.warpgroups * schedule.bulk_store
 
     def fixed_bytes(self, schedule: MatmulSchedule) -> int:
         """Shared memory of a block beside the ring, in bytes, with room for barriers, statistics
@@ -629,6 +621,8 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
             f"persistent={s.persistent}: blocks that walk need more iterations than stages, not "
             f"{plan.iterations} and {s.stages}"
         )
+    if s.pieces < 2:
+        yield f"pieces={s.pieces}; one leaves while the next one is computed, so use 2 at least"
     if s.helpers not in (2, 4):
         yield f"{s.helpers} helper warps; use 2 or 4"
     if s.bulk_store and not plan.can_bulk_store:

@@ -17,6 +17,8 @@ from cutesuper.targets import Target
 if TYPE_CHECKING:
     from cutesuper.skeletons.matmul.plan import MatmulPlan
 
+#: pieces of a warpgroup if they cost no stage of the ring; not measured
+DEEP_PIECES = 4
 #: most accumulators of a thread for which one consumer warpgroup is enough
 ONE_WARPGROUP = 64
 
@@ -41,6 +43,8 @@ class MatmulSchedule(Schedule):
             tile hide the epilogue.
         helpers: warps that reduce row statistics or compute the row operand. With 2, the producer
             is in their warpgroup, and 384 threads instead of 512 keep 168 registers each.
+        pieces: of each warpgroup in shared memory, on their way to it or to memory: one that comes
+            waits for the one whose place it takes.
         fetch: iterations ahead of the loads at which column operands are asked for, into L2: more
             than the ring holds may be on the way from memory then. 0 asks for nothing.
         bulk_store: tiles leave through bulk stores of pieces of 32 rows and 64 columns. At
@@ -56,6 +60,7 @@ class MatmulSchedule(Schedule):
         "share_rows": lambda s: (3 - s.share_rows,),
         "persistent": lambda s: (0,) if s.persistent else (),
         "helpers": lambda s: (6 - s.helpers,),
+        "pieces": lambda s: (6 - s.pieces,),
         "fetch": lambda s: (2 * s.stages, s.stages) if not s.fetch else (0,),
     }
 
@@ -67,6 +72,7 @@ class MatmulSchedule(Schedule):
     persistent: int = 0
     helpers: int = 4
     bulk_store: bool = False
+    pieces: int = 2
     fetch: int = 0
 
     def settled(self, old: MatmulSchedule, knob: str) -> MatmulSchedule:
@@ -92,6 +98,7 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
         warpgroups,
         stream_columns=not plan.many_rows or rows <= plan.tile[0],
         helpers=_helpers(plan, 4),
+        pieces=3 if plan.pieced else 2,
         bulk_store=plan.can_bulk_store,
         dependent_launch=dependent_launch,
     )
@@ -104,7 +111,16 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
     persistent = tiled.persistent if plan.iterations > stages else 0
     head = min(SETTINGS.choose(target, "ahead")["stages"], stages)
     fetch = SETTINGS.choose(target, "fetch", rows=rows)["rings"] * stages
-    return replace(tiled, stages=stages, head=head, persistent=persistent, fetch=fetch)
+    left = target.shared_bytes - stages * plan.slot_bytes
+    deep = plan.many_rows and plan.fixed_bytes(replace(schedule, pieces=DEEP_PIECES)) <= left
+    return replace(
+        tiled,
+        stages=stages,
+        head=head,
+        persistent=persistent,
+        fetch=fetch,
+        pieces=DEEP_PIECES if deep else schedule.pieces,
+    )
 
 
 def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> MatmulSchedule:

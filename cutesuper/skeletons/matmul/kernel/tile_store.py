@@ -1,7 +1,7 @@
-"""TMA stores of tiles: pieces of 32 rows and 64 columns, two per warpgroup in flight. If the rows
-of a tile are no multiple of 32, its last piece begins within the one before, and stores some of
-them again. Residuals come in the same pieces, each into the buffer from which its result leaves;
-the first ones are asked for before the products of their tile.
+"""TMA stores of tiles: pieces of 32 rows and 64 columns, two or more of each warpgroup in flight.
+If the rows of a tile are no multiple of 32, its last piece begins within the one before, and stores
+some of them again. Residuals come in the same pieces, each into the buffer from which its result
+leaves; the first ones are asked for before the products of their tile.
 
 An accumulator fragment holds the tile transposed (columns are the M side of the product), so it is
 transposed while it is written to shared memory, 8x8 elements at a time. The TMA store clips the
@@ -37,12 +37,7 @@ from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import dtype_of, labelled
 from cutesuper.skeletons.matmul.kernel.context import WARPGROUP_BARRIER, Here, Known, Memory
 from cutesuper.skeletons.matmul.kernel.leaves import Column, Leaves
-from cutesuper.skeletons.matmul.plan import (
-    LOAD_BUFFERS,
-    STORE_BUFFERS,
-    STORE_COLUMNS,
-    STORE_ROWS,
-)
+from cutesuper.skeletons.matmul.plan import STORE_COLUMNS, STORE_ROWS
 
 #: accumulators of one thread and column in a piece
 VALUES = STORE_ROWS // 4
@@ -61,7 +56,9 @@ class TileStore:
         #: tensors that are loaded in pieces, and all TMA copies: outputs, then these
         self.loads = len(known.plan.pieced) if self.active else 0
         self.count = len(known.plan.outputs) + self.loads if self.active else 0
-        self.buffers = known.plan.buffers
+        #: pieces of a warpgroup in flight, and their buffers
+        self.depth = known.plan.schedule.pieces
+        self.buffers = self.depth * max(1, self.loads)
         #: True if pieces may be asked for before the products
         self.early = all(known.is_early(op) for op in known.plan.pieced)
 
@@ -94,7 +91,7 @@ class TileStore:
         if not self.active:
             return None, None
         pieces = operand(alloc, self.k.dtype, self.layout())
-        count = LOAD_BUFFERS * self.k.warpgroups
+        count = self.depth * self.k.warpgroups
         return pieces, Barriers.allocate(alloc, count) if self.loads else None
 
     def partition(self, atoms: list[Any], coords: list[Any], memory: Memory) -> list[Any]:
@@ -132,7 +129,7 @@ class TileStore:
         if cutlass.const_expr(self.loads > 0 and self.early == early):
             if here.warp % 4 == 0:
                 wait_for_stores(0)
-                for n in cutlass.range_constexpr(min(LOAD_BUFFERS, len(self.places()))):
+                for n in cutlass.range_constexpr(min(self.depth, len(self.places()))):
                     self.load(n, here, outs)
 
     def load(self, n: int, here: Here, outs: list[Any]) -> None:
@@ -147,7 +144,7 @@ class TileStore:
 
     def full(self, n: int, here: Here) -> Barrier:
         """The barrier of the ``n``-th piece."""
-        barrier: Barrier = here.memory.pieces_full[here.warp // 4 * LOAD_BUFFERS + n % LOAD_BUFFERS]
+        barrier: Barrier = here.memory.pieces_full[here.warp // 4 * self.depth + n % self.depth]
         return barrier
 
     def buffer(self, n: int, x: int, here: Here) -> Any:
@@ -157,16 +154,16 @@ class TileStore:
     @cute.jit
     def wait_for_piece(self, n: cutlass.Constexpr, here):
         """Wait until the ``n``-th piece of this tile has come."""
-        uses = len(range(n % LOAD_BUFFERS, len(self.places()), LOAD_BUFFERS))  # of its barrier
-        self.full(n, here).wait((here.tile.turn * uses + n // LOAD_BUFFERS) % 2)
+        uses = len(range(n % self.depth, len(self.places()), self.depth))  # of its barrier
+        self.full(n, here).wait((here.tile.turn * uses + n // self.depth) % 2)
 
     @cute.jit
     def load_behind(self, n: cutlass.Constexpr, here, outs):
         """Load another piece into the buffer of the one before the ``n``-th, once it has left."""
-        if cutlass.const_expr(0 < n < len(self.places()) - LOAD_BUFFERS + 1):
+        if cutlass.const_expr(0 < n < len(self.places()) - self.depth + 1):
             if here.warp % 4 == 0:
                 wait_for_stores(1)
-                self.load(n - 1 + LOAD_BUFFERS, here, outs)
+                self.load(n - 1 + self.depth, here, outs)
 
     # --------------------------------------------------------------------------------- stores
 
@@ -188,7 +185,7 @@ class TileStore:
                 self.send(outs[o][0], slots[None, buffer], target, here.warp)
             if cutlass.const_expr(self.loads > 0):
                 self.load_behind(n, here, outs)
-        if cutlass.const_expr(self.loads == 0 and count % STORE_BUFFERS != 0):
+        if cutlass.const_expr(self.loads == 0 and count % self.depth != 0):
             # the next tile starts with the first buffer again
             self.drain()
 
@@ -202,9 +199,9 @@ class TileStore:
 
     @cute.jit
     def wait_for_buffer(self, warp):
-        """Wait until the piece before the last one has left its buffer."""
+        """Wait until the oldest piece has left its buffer."""
         if warp % 4 == 0:
-            wait_for_stores(STORE_BUFFERS - 1)
+            wait_for_stores(self.depth - 1)
         self.meet(warp // 4)
 
     @cute.jit
