@@ -105,7 +105,7 @@ def test_sizing_and_planning_share_their_limits(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plan_module, "MAX_ACCUMULATORS", 64 * 64)
     found = search_region(region, H200, options)
     assert found.counts.pruned[counts] > before
-    assert {w.programs[0].tile["M"] * w.programs[0].tile["N"] for w in found.ways} == {64 * 64}
+    assert max(w.programs[0].tile["M"] * w.programs[0].tile["N"] for w in found.ways) == 64 * 64
     with pytest.raises(ScheduleError, match="8192 accumulators"):
         Linear(m=64, tile_m=64, tile_n=128).plan()
 

@@ -327,12 +327,12 @@ def test_products_that_do_not_share_a_loop(change: str, message: str) -> None:
     ("linear", "error", "message"),
     [
         (Linear(dtype="float32"), LoweringError, "matrix products of float32 have no tensor-core"),
-        (Linear(tile_k=32), ScheduleError, "tile M=16 N=64 K=32; rows must be one of"),
+        (Linear(tile_k=32), ScheduleError, "tile M=16 N=64 K=32; rows must be a multiple"),
         (Linear(m=512, tile_m=256, tile_n=256), ScheduleError, "65536 accumulators (256x256 for"),
         (Linear(n=192, tile_n=192, cluster=5), ScheduleError, "192 columns cannot be shared out"),
         (Linear(m=256, tile_m=256, tile_n=128, tile_k=256), ScheduleError, "fit into 232448 bytes"),
         (Linear(m=256, tile_m=256, tile_k=64), ScheduleError, "need two consumer warpgroups"),
-        (Linear(tile_m=24), LoweringError, "no orientation fits"),
+        (Linear(tile_m=20), LoweringError, "no orientation fits"),
         (Linear(tile_n=32), LoweringError, "no orientation fits"),
         (Linear(n=576, m=128, tile_n=192, tile_m=128), ScheduleError, "need two consumer warpg"),
     ],
@@ -555,7 +555,10 @@ GOOD = schedule_dict(MatmulSchedule(4))
         ({}, "'kind' must be one of"),
         ({"kind": "columns"}, "'kind' must be one of"),
         ({"kind": ["matmul"]}, "'kind' must be one of"),
-        ({"kind": "matmul"}, "missing or unknown fields: bulk_store, dependent_launch, head"),
+        (
+            {"kind": "matmul"},
+            "missing or unknown fields: bulk_store, dependent_launch, fetch, head",
+        ),
         ({**GOOD, "depth": 1}, "missing or unknown fields: depth"),
         ({**GOOD, "kind": "rows"}, "RowSchedule: missing or unknown fields"),
         ({**GOOD, "stages": "4"}, "stages='4' is not a int"),
@@ -593,6 +596,7 @@ def test_keys_see_everything_else() -> None:
     keys += [key_of(base, constants="W"), key_of(base, dependent_launch=True)]
     given, tall = MatmulSchedule(4, 1, 4), replace(base, tile_m=32)
     others = {"share_rows": 2, "persistent": 132, "helpers": 2, "stages": 3, "head": 3}
+    others |= {"pieces": 3, "fetch": 4}
     for knob, old in asdict(given).items():
         other = replace(given, **{knob: others.get(knob, not old)})
         if other.bulk_store:  # its pieces have 32 rows; 4 stages are what `tall` has anyway

@@ -69,7 +69,7 @@ def test_many_tiles_are_walked_in_pairs() -> None:
     text = plan_text("k", plan)
     assert "blocks in clusters of 2" in text and "2 helper warps" in text
     assert "2 blocks along N load the row tile together" in text
-    assert "every cluster walks a run of tiles along N" in text
+    assert "clusters walk over groups of 22 tiles along M, step by step along N" in text
     assert "32x64 a bulk store" in text and "reduced" in text
 
 

@@ -70,6 +70,11 @@ def transposing_atom(dtype: Any) -> cute.CopyAtom:
     return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), dtype)
 
 
+def transposed_atom(dtype: Any) -> cute.CopyAtom:
+    """The atom with which a warp loads what that of `transposing_atom` has stored."""
+    return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), dtype)
+
+
 # -------------------------------------------------------------------------------------- tiles (TMA)
 
 
@@ -130,6 +135,11 @@ def bulk_load(
     if cutlass.const_expr(hint is not None):
         options["cache_policy"] = Int64(hint)
     cute.copy(atom, source, target, tma_bar_ptr=barrier.pointer, **options)
+
+
+def fetch_tile(atom: cute.CopyAtom, source: cute.Tensor) -> None:
+    """Ask for a tile of `bulk_load`, into L2; called by a warp."""
+    cute.prefetch(atom, source)
 
 
 def bulk_store(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor) -> None:

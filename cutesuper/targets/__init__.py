@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from cutesuper.errors import DeviceError
 from cutesuper.ir.arguments import shown
-from cutesuper.targets.base import AttentionRates, Rates, RowRates, Target
+from cutesuper.targets.base import AttentionRates, Rates, RowRates, Target, WideRates
 from cutesuper.targets.blackwell import B200
 from cutesuper.targets.hopper import H100, H200
 
@@ -30,5 +30,6 @@ __all__ = [
     "Rates",
     "RowRates",
     "Target",
+    "WideRates",
     "find_target",
 ]

@@ -83,6 +83,7 @@ class Rates:
             no longer than its longest part.
         copied_bytes_per_us: bytes per microsecond that threads of one SM copy into shared memory,
             of operands that bulk loads cannot address.
+        tensor_overlap: the same of the tensor cores with all else.
         first_stage: part of the first stage that nothing hides.
         block_us: a further block of an SM: barriers, first loads.
         store_us: epilogue time of 1024 accumulators.
@@ -110,6 +111,7 @@ class Rates:
     statistic_per_us: float
     overlap: float
     copied_bytes_per_us: float
+    tensor_overlap: float
     first_stage: float
     block_us: float
     store_us: float
@@ -126,6 +128,29 @@ class Rates:
     row_loads: int
     lanes_per_us: float
     instructions: Mapping[str, float] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class WideRates:
+    """Constants of `Rates` and `Target` that take other values in products of many rows, where
+    memory, L2, the way into a multiprocessor and its tensor cores are all busy.
+
+    Attributes:
+        rows: from which on they hold.
+        l2_bandwidth, tensor_flops: as of `Target`.
+        sm_bytes_per_us, overlap, tensor_efficiency, half_area, cluster_store_us,
+            exchange_us_per_kb: as of `Rates`; the tensor cores overlap like all else.
+    """
+
+    rows: int
+    l2_bandwidth: float
+    tensor_flops: float
+    sm_bytes_per_us: float
+    overlap: float
+    tensor_efficiency: float
+    half_area: float
+    cluster_store_us: float
+    exchange_us_per_kb: float
 
 
 @dataclass(frozen=True)
@@ -148,6 +173,7 @@ class Target:
         launch_us: fixed cost of a kernel in a graph, latency of its first loads included,
             microseconds.
         rates: the fitted constants of the cost model.
+        wide: those of products of many rows.
         attention: the constants of the attention loop.
         rows: the constants of rows that are visited in turn, or split over a cluster.
         settings: folder of the measured settings, below ``schedules``; see `targets.settings`.
@@ -167,6 +193,7 @@ class Target:
     tensor_flops: float
     launch_us: float
     rates: Rates
+    wide: WideRates
     attention: AttentionRates
     rows: RowRates
     settings: str

@@ -8,8 +8,9 @@ case only, the model orders the other 12 nearly as well: the best is among its f
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
-from cutesuper.targets.base import AttentionRates, Rates, RowRates, Target
+from cutesuper.targets.base import AttentionRates, Rates, RowRates, Target, WideRates
 
 #: softmax(Q K) V as it is lowered, cold L2, fitted together; each comment names the measurements
 #: behind a constant. Decoding: sequences x keys, 8 heads of K and V with 4 rows each and 128
@@ -97,6 +98,8 @@ RATES = Rates(
     overlap=4,
     # estimate: some 90 instructions for 32 pieces of 16 bytes, two in a cycle at 1.75 GHz
     copied_bytes_per_us=20e3,
+    # estimate: products of up to 64 rows wait for memory
+    tensor_overlap=inf,
     # K tiles of 128 and 256 take 10.1 and 10.2 at 16x4096x4096, 4.1 and 4.3 at 2048x512x256
     first_stage=0.5,
     # 28.6 with 112 blocks of 8x128, 29.7 with 224 of 8x64 (1x4096x14336)
@@ -139,6 +142,29 @@ RATES = Rates(
     },
 )  # fmt: skip
 
+#: Products alone in bf16, cold L2, plain launches: 30 of 96 to 8192 rows, 4096x4096, 4096x14336 and
+#: 14336x4096 (docs/notebook/matmul.md), fitted together; the median error is 2.5%, the largest of
+#: tiles that exist as a whole 6%. Rings had 4 or 5 stages.
+WIDE = WideRates(
+    rows=65,
+    # 192x14336x4096 takes 59.7 in 132 blocks of 64x192 that read 484 MB, 128x14336x4096 41.0 and
+    # 352 MB; 2048x4096x4096 89.2 in walks of pairs
+    l2_bandwidth=11.25e12,
+    # 1024x4096x4096: 46.9 in 128 tiles of 128x256, of which the loop takes 42.5
+    tensor_flops=1.0e15,
+    # 64 bytes per cycle: 384x14336x4096 takes 86.8 in 96 tiles of 128x128, 85 KB in each us
+    sm_bytes_per_us=120e3,
+    overlap=3.57,
+    tensor_efficiency=1.0,
+    # 512x14336x4096: 92.9 in tiles of 128x128, 82.5 times the area of 128x256 would take
+    half_area=1870,
+    # 256x4096x4096: 22.4 in pairs of 128x128 that share K, and send 32 KB each
+    cluster_store_us=0.135,
+    # estimate: 0.149 was measured where lanes met in the same banks, on both sides (4.7 us for the
+    # 32 KB of 128x128 in pairs); 64 KB at 64 bytes per cycle, a barrier and a latency are 1.5 to 3
+    exchange_us_per_kb=0.09,
+)
+
 #: folder of the settings measured on this architecture
 SETTINGS = "sm90"
 
@@ -161,6 +187,7 @@ H200 = Target(
     tensor_flops=7.5e14,
     launch_us=1.5,
     rates=RATES,
+    wide=WIDE,
     attention=ATTENTION,
     rows=ROWS,
     settings=SETTINGS,

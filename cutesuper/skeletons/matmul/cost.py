@@ -5,10 +5,12 @@ Everything that a kernel takes and does is read from its plan.
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+from functools import cache
 from math import prod
 
 from cutesuper.ir.block import LOAD
-from cutesuper.ir.dims import ceil_div
+from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.skeletons.cost import Cost, computes, instructions, overlapped
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.targets import Target
@@ -19,6 +21,7 @@ OTHER_REGISTERS = 60
 
 def price(plan: MatmulPlan, target: Target) -> Cost:
     """Cost of a matmul kernel: waves of blocks, each as slow as its slowest part, and ends."""
+    target = _at_rows(extent(plan.program.dims[plan.row]), target)
     r, blocks = target.rates, plan.program.blocks()
     slots = plan.cluster_size * target.clusters[plan.cluster_size]
     at_once = slots * _resident(plan, target)
@@ -40,7 +43,8 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
         wave = _wave(plan, target, active, moved * active / blocks, own)
         parts = {cause: us + times * wave[cause] for cause, us in parts.items()}
         tensor = wave.pop("tensor")
-        busy += times * max(overlapped(r.overlap, *wave.values()), tensor)
+        rest = overlapped(r.overlap, *wave.values())
+        busy += times * overlapped(r.tensor_overlap, rest, tensor)
     rounds = ceil_div(blocks, slots)  # blocks of one SM, one after the other or side by side
     exchange, store = (rounds * us for us in _end(plan, target))
     after = rounds * _after_us(plan, target)
@@ -48,6 +52,17 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
     parts |= {"launch": target.launch_us, "ramp": ramp, "exchange": exchange, "store": store}
     parts |= {"after": after} if after else {}
     return Cost(target.launch_us + busy + ramp + exchange + store + after, parts)
+
+
+@cache
+def _at_rows(rows: int, target: Target) -> Target:
+    """The target with the constants for products of this many rows."""
+    w = target.wide
+    if rows < w.rows:
+        return target
+    own = {f.name: getattr(w, f.name) for f in fields(w) if hasattr(target.rates, f.name)}
+    rates = replace(target.rates, tensor_overlap=w.overlap, **own)
+    return replace(target, l2_bandwidth=w.l2_bandwidth, tensor_flops=w.tensor_flops, rates=rates)
 
 
 def _wave(

@@ -62,7 +62,10 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
             f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
         )
     if s.persistent:
-        lines.append(f"every cluster walks a run of tiles along {plan.column}")
+        lines.append(
+            f"clusters walk over groups of {plan.group} tiles along {plan.row}, step by step along "
+            f"{plan.column}"
+        )
     if plan.shift is not None:
         names = [plan.arguments[plan.staged(i).argument].name for i in plan.shift.source.leaves]
         lines.append(
@@ -95,6 +98,9 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
         how = f", {STORE_ROWS}x{STORE_COLUMNS} a bulk store" if whole and s.bulk_store else ""
         how = how if whole else ", once per row"
         lines.append(f"{name} = {_text(plan, o.expression)}{how}")
+    if s.bulk_store and plan.pieced:
+        loaded = plan.names(plan.loads[op] for op in plan.pieced)
+        lines.append(f"{loaded}: a bulk load into the place of each piece that leaves")
     lines.append(f"barriers: {_barriers(plan)}; {plan.shared_bytes} bytes of shared memory")
     if s.dependent_launch:
         early = [a.name for a in plan.arguments if a.constant] or ["nothing"]

@@ -18,7 +18,15 @@ from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
-from cutesuper.skeletons.matmul.copies import PIECE, TURN_BYTES, CopiedTile, depth, turns, unaligned
+from cutesuper.skeletons.matmul.copies import (
+    PIECE,
+    TURN_BYTES,
+    CopiedTile,
+    depth,
+    step,
+    turns,
+    unaligned,
+)
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.targets import Target
 
@@ -26,13 +34,18 @@ from cutesuper.targets import Target
 COLUMN_BLOCK = 64
 #: elements of a 128-byte shared-memory row: the unit of the contracted label
 CHUNK = 64
-ROW_TILES = (8, 16, 32, 64, 128, 256)
+#: rows of a tile: any multiple of the first, the second at most
+ROW_UNIT, MAX_ROWS = 8, 256
 #: most accumulators of a thread if all threads of a block have equally many registers
 EQUAL_SHARE = 96
-#: most accumulators of a block: 256 x 128 over two warpgroups are 128 registers of each thread
-MAX_ACCUMULATORS = 2 * 128 * 128
+#: registers of a consumer thread beside its accumulators
+BESIDE_ACCUMULATORS = 40
+#: most accumulators of a block: 192 x 256 over two warpgroups, whose threads have 232 registers
+MAX_ACCUMULATORS = 2 * 128 * (232 - BESIDE_ACCUMULATORS)
 #: rows of the smallest WGMMA instruction: all vectors of a kernel are one more tile of them
 MAX_VECTORS = 8
+#: rows up to which a kernel reads weights and does little else
+FEW_ROWS = 64
 #: most rows of a tile that is shifted: with 256 rows, of which a thread of the helper warps has 16,
 #: numbers to subtract and sums take 16 bytes of stack
 MAX_SHIFTED_ROWS = 128
@@ -43,8 +56,8 @@ MAX_HIDDEN = 256
 _WIDTHS = (16, 32, 64)
 #: rows and columns of one bulk store: 128-byte rows, as the swizzle requires
 STORE_ROWS, STORE_COLUMNS = 32, 64
-#: pieces of a warpgroup in flight
-STORE_BUFFERS = 2
+#: most tensors that are loaded in pieces: each takes 24 to 32 KB of two warpgroups
+MAX_PIECED = 2
 
 
 def hidden_width(extent: int, narrow: bool) -> int:
@@ -333,6 +346,11 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """fp32 values that they hold for the products of vectors."""
         return MAX_VECTORS * self.tile[1] * len(self.vector_columns)
 
+    @property
+    def thread_accumulators(self) -> int:
+        """fp32 values that each thread of the consumers holds."""
+        return (self.accumulators + self.vector_accumulators) // (128 * self.schedule.warpgroups)
+
     @cached_property
     def iterations(self) -> int:
         """Loop iterations of one block."""
@@ -366,8 +384,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def registers(self) -> tuple[int, int, int] | None:
         """Registers per thread of (consumers, helpers, producer) if an equal share for all threads
         would not hold the accumulators; None if it does."""
-        accumulators = self.accumulators + self.vector_accumulators
-        if accumulators // (128 * self.schedule.warpgroups) <= EQUAL_SHARE:
+        if self.thread_accumulators <= EQUAL_SHARE:
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or of the 384 x 168
         # with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and producer are one
@@ -377,6 +394,13 @@ class MatmulPlan(Plan[MatmulSchedule]):
         if not self.has_helpers:
             return 232, 0, 40
         return (192, 96, 32) if self.schedule.helpers == 4 else (208, 88, 88)
+
+    @property
+    def instruction_rows(self) -> int:
+        """Rows of one instruction: 512 threads start with 128 registers each, and one of 256 rows
+        needs 154; the compiler refuses it even if registers are handed over later."""
+        m = self.tile[0]
+        return m if m <= 128 or self.threads <= 384 else m // 2
 
     @property
     def helpers(self) -> int:
@@ -459,16 +483,40 @@ class MatmulPlan(Plan[MatmulSchedule]):
         m, n, _ = self.tile
         return 4 * n * (m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns))
 
+    @cached_property
+    def many_rows(self) -> bool:
+        """True if the products take as long as the weights."""
+        return extent(self.program.dims[self.row]) > FEW_ROWS
+
+    @cached_property
+    def exchange_in_ring(self) -> bool:
+        """True if partial sums arrive in the ring, once all blocks of the cluster have read it. Few
+        rows leave room for both: 64x128 fp32 are 32 KB."""
+        alone = not (self.tails or self.vector_rows)
+        return self.cluster > 1 and alone and self.many_rows
+
     def reduction_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes for joining the reductions along the columns: a slot for each consumer warp, and
         one for each block of the cluster."""
         slots = 4 * schedule.warpgroups + self.column_cluster
         return 4 * self.tile[0] * slots * len(self.reductions)
 
+    @cached_property
+    def pieced(self) -> tuple[int, ...]:
+        """Loads of the epilogue, such as residuals, that bulk loads bring in the same pieces as
+        the output leaves in, to the same buffers."""
+        found = tuple(
+            op for op, v in self.loads.items()
+            if {self.row, self.column} <= set(v.labels) and v.stride(self.column) == 1
+            and self.arguments[v.argument].dtype in ("float16", "bfloat16") and step(v) == PIECE
+        )  # fmt: skip
+        few = len(self.outputs) == 1 and len(found) <= MAX_PIECED
+        return found if few and self.many_rows and self.can_bulk_store else ()
+
     def store_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes of the pieces on their way to memory."""
-        pieces = STORE_BUFFERS * schedule.warpgroups * schedule.bulk_store
-        return 2 * STORE_ROWS * STORE_COLUMNS * pieces
+        buffers = schedule.pieces * max(1, len(self.pieced))
+        return 2 * STORE_ROWS * STORE_COLUMNS * buffers * schedule.warpgroups * schedule.bulk_store
 
     def fixed_bytes(self, schedule: MatmulSchedule) -> int:
         """Shared memory of a block beside the ring, in bytes, with room for barriers, statistics
@@ -479,12 +527,24 @@ class MatmulPlan(Plan[MatmulSchedule]):
         after = self.tail_bytes + self.reduction_bytes(schedule) + self.store_bytes(schedule)
         warps = self.copier_warps(schedule)
         copied = warps * self.word_turns(warps) * TURN_BYTES if warps else 0
-        return self.exchange_bytes + after + statistics + alignment + copied
+        exchange = 0 if self.exchange_in_ring else self.exchange_bytes
+        return exchange + after + statistics + alignment + copied
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes."""
         return self.slot_bytes * self.schedule.stages + self.fixed_bytes(self.schedule)
+
+    @property
+    def group(self) -> int:
+        """Row tiles of a group that blocks walk over together: those that need the fewest rows and
+        columns at a time, among the divisors of the number of clusters, with which a cluster stays
+        in its row tile."""
+        m, n, _ = self.tile
+        share = self.schedule.share_rows
+        clusters = max(1, self.schedule.persistent // share)
+        divisors = (g for g in range(1, clusters + 1) if clusters % g == 0)
+        return min(divisors, key=lambda g: g * m + clusters // g * share * n)
 
     @property
     def stands_alone(self) -> bool:
@@ -533,14 +593,19 @@ def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, in
 # ------------------------------------------------------------------------------------------ limits
 
 
+def takes_rows(m: int) -> bool:
+    """True if an instruction, or two of them, multiply tiles of ``m`` rows."""
+    return m % ROW_UNIT == 0 and 0 < m <= MAX_ROWS
+
+
 def exceeded_by_tile(plan: MatmulPlan) -> Limit | None:
     """The limit that a plan's tile exceeds with every schedule; None if there is none."""
     m, n, k = plan.tile
-    if m not in ROW_TILES or n % COLUMN_BLOCK or k % CHUNK:
+    if not takes_rows(m) or n % COLUMN_BLOCK or k % CHUNK:
         return Limit(
             "tiles that the tensor cores do not take",
-            f"tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be one of "
-            f"{ROW_TILES}, columns and depth multiples of {COLUMN_BLOCK}",
+            f"tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be a multiple "
+            f"of {ROW_UNIT} up to {MAX_ROWS}, columns and depth multiples of {COLUMN_BLOCK}",
         )
     if plan.shift is not None and m > MAX_SHIFTED_ROWS:
         return Limit(
@@ -573,6 +638,19 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             "out blocks of 64 columns; use a tile with an even number of them (it has "
             f"{' and '.join(map(str, plan.shared_blocks))})",
         )
+    each = plan.thread_accumulators
+    if plan.registers is not None and each > plan.registers[0] - BESIDE_ACCUMULATORS:
+        return Limit(
+            "accumulators exceed the registers",
+            f"{each} accumulators of a thread, which has {plan.registers[0]} registers beside "
+            f"{plan.helpers} helper warps; use a smaller tile",
+        )
+    if plan.instruction_rows % ROW_UNIT:
+        return Limit(
+            "tiles that the tensor cores do not take",
+            f"{plan.threads} threads multiply tiles of {plan.tile[0]} rows by halves, which are no "
+            f"multiples of {ROW_UNIT}; use 2 helper warps, or a multiple of {2 * ROW_UNIT} rows",
+        )
     if mistake := next(_bad_knobs(plan), None):
         return Limit("tiles that blocks cannot share, walk over or store", mistake)
     if odd := [b for b in plan.shared_blocks if b % s.warpgroups]:
@@ -581,7 +659,8 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{odd[0]} block(s) of 64 columns cannot be shared out over {s.warpgroups} consumer "
             "warpgroups",
         )
-    if plan.shared_bytes > target.shared_bytes or s.stages < 2:
+    short = plan.exchange_in_ring and s.stages * plan.stage_bytes < plan.exchange_bytes
+    if plan.shared_bytes > target.shared_bytes or s.stages < 2 or short:
         return Limit(
             "stages exceed the shared memory",
             f"{s.stages} stages of {plan.slot_bytes} bytes and {plan.exchange_bytes} bytes of "
@@ -617,6 +696,8 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
             f"persistent={s.persistent}: blocks that walk need more iterations than stages, not "
             f"{plan.iterations} and {s.stages}"
         )
+    if s.pieces < 2:
+        yield f"pieces={s.pieces}; one leaves while the next one is computed, so use 2 at least"
     if s.helpers not in (2, 4):
         yield f"{s.helpers} helper warps; use 2 or 4"
     if s.bulk_store and not plan.can_bulk_store:

@@ -23,7 +23,6 @@ from cutesuper.skeletons.matmul.plan import (
     COLUMN_BLOCK,
     MAX_HIDDEN,
     MAX_VECTORS,
-    ROW_TILES,
     ColumnReduction,
     MatmulPlan,
     Shift,
@@ -31,6 +30,7 @@ from cutesuper.skeletons.matmul.plan import (
     Tail,
     VectorProduct,
     VectorRows,
+    takes_rows,
 )
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.shift import find_shift
@@ -198,7 +198,7 @@ class Roles:
         if len(rows) != 1 or len(columns) != 1:
             return False
         ops, tile = self.program.ops, self.program.tile
-        if tile[columns[0]] % COLUMN_BLOCK or tile[rows[0]] not in ROW_TILES:
+        if tile[columns[0]] % COLUMN_BLOCK or not takes_rows(tile[rows[0]]):
             return False
         for product in (*self.products, *self.inner, *self.tails):
             sides = ops[product].inputs

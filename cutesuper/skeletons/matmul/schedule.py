@@ -17,6 +17,8 @@ from cutesuper.targets import Target
 if TYPE_CHECKING:
     from cutesuper.skeletons.matmul.plan import MatmulPlan
 
+#: pieces of a warpgroup if they cost no stage of the ring; not measured
+DEEP_PIECES = 4
 #: most accumulators of a thread for which one consumer warpgroup is enough
 ONE_WARPGROUP = 64
 
@@ -29,8 +31,9 @@ class MatmulSchedule(Schedule):
         stages: slots of the shared-memory ring.
         warpgroups: consumer warpgroups; each owns every n-th block of 64 columns.
         head: stages the producer fills before the block's first barrier.
-        stream_columns: read the column operands with the evict-first hint: weights are read once
-            and should not push activations out of L2 (0.3 us on 16x4096x4096).
+        stream_columns: read the column operands with the evict-first hint, and rows with
+            evict-last: weights are read once and should not push activations out of L2 (0.3 us on
+            16x4096x4096). Where several tiles of rows read them, neither has a hint.
         share_rows: neighbouring blocks along the columns that form a cluster and load the row
             tile, which they all need, together: each a part, multicast to all. 209.0 us at
             4096x4096x4096 in pairs of blocks that walk, 215.3 alone. Sharing column tiles along
@@ -40,6 +43,10 @@ class MatmulSchedule(Schedule):
             tile hide the epilogue.
         helpers: warps that reduce row statistics or compute the row operand. With 2, the producer
             is in their warpgroup, and 384 threads instead of 512 keep 168 registers each.
+        pieces: of each warpgroup in shared memory, on their way to it or to memory: one that comes
+            waits for the one whose place it takes.
+        fetch: iterations ahead of the loads at which column operands are asked for, into L2: more
+            than the ring holds may be on the way from memory then. 0 asks for nothing.
         bulk_store: tiles leave through bulk stores of pieces of 32 rows and 64 columns. At
             300x4096x4096 31.1 us, 32.9 through the ring; elsewhere equal. Blocks that walk need
             it, since their ring holds the next tile by then.
@@ -53,6 +60,8 @@ class MatmulSchedule(Schedule):
         "share_rows": lambda s: (3 - s.share_rows,),
         "persistent": lambda s: (0,) if s.persistent else (),
         "helpers": lambda s: (6 - s.helpers,),
+        "pieces": lambda s: (6 - s.pieces,),
+        "fetch": lambda s: (2 * s.stages, s.stages) if not s.fetch else (0,),
     }
 
     stages: int
@@ -63,6 +72,8 @@ class MatmulSchedule(Schedule):
     persistent: int = 0
     helpers: int = 4
     bulk_store: bool = False
+    pieces: int = 2
+    fetch: int = 0
 
     def settled(self, old: MatmulSchedule, knob: str) -> MatmulSchedule:
         """This schedule, adjusted: the producer fills no more stages ahead than there are."""
@@ -79,20 +90,37 @@ class MatmulSchedule(Schedule):
 
 def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -> MatmulSchedule:
     """The schedule that measurements favour, for a plan with any other schedule."""
+    rows = extent(plan.program.dims[plan.row])
     even = all(b % 2 == 0 for b in plan.shared_blocks)
     warpgroups = 2 if plan.accumulators > 128 * ONE_WARPGROUP and even else 1
     schedule = MatmulSchedule(
-        0, warpgroups, bulk_store=plan.can_bulk_store, dependent_launch=dependent_launch
+        0,
+        warpgroups,
+        stream_columns=not plan.many_rows or rows <= plan.tile[0],
+        helpers=_helpers(plan, 4),
+        pieces=3 if plan.pieced else 2,
+        bulk_store=plan.can_bulk_store,
+        dependent_launch=dependent_launch,
     )
     room = target.shared_bytes - plan.fixed_bytes(schedule)
     stages = min(room // plan.slot_bytes, max(2, plan.iterations))
-    ring = SETTINGS.choose(target, "ring", dependent_launch=dependent_launch)
+    ring = SETTINGS.choose(target, "ring", dependent_launch=dependent_launch, rows=rows)
     if ring["bytes"] and stages < plan.iterations:
         stages = min(stages, max(ring["stages"], ring["bytes"] // plan.stage_bytes))
     tiled = _with_tiles(plan, schedule, target)
     persistent = tiled.persistent if plan.iterations > stages else 0
     head = min(SETTINGS.choose(target, "ahead")["stages"], stages)
-    return replace(tiled, stages=stages, head=head, persistent=persistent)
+    fetch = SETTINGS.choose(target, "fetch", rows=rows)["rings"] * stages
+    left = target.shared_bytes - stages * plan.slot_bytes
+    deep = plan.many_rows and plan.fixed_bytes(replace(schedule, pieces=DEEP_PIECES)) <= left
+    return replace(
+        tiled,
+        stages=stages,
+        head=head,
+        persistent=persistent,
+        fetch=fetch,
+        pieces=DEEP_PIECES if deep else schedule.pieces,
+    )
 
 
 def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> MatmulSchedule:
@@ -116,13 +144,22 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     if schedule.dependent_launch and not walks:
         return schedule
     own = m // share  # rows that a block loads
-    helpers = SETTINGS.choose(target, "helpers", prologue=plan.prologue is not None, rows=own)
+    warps = SETTINGS.choose(target, "helpers", prologue=plan.prologue is not None, rows=own)[
+        "warps"
+    ]
     return replace(
         schedule,
         share_rows=share,
         persistent=slots if walks else 0,
-        helpers=helpers["warps"],
+        helpers=_helpers(plan, warps),
     )
+
+
+def _helpers(plan: MatmulPlan, warps: int) -> int:
+    """Helper warps, ``warps`` where the instruction allows: see `MatmulPlan.instruction_rows`."""
+    rows = plan.tile[0]
+    whole = rows <= 128 or rows % 16 == 0 or plan.prologue is not None
+    return warps if whole else 2
 
 
 def shared_by(column_tiles: int, rows: int, target: Target) -> int:
@@ -130,4 +167,5 @@ def shared_by(column_tiles: int, rows: int, target: Target) -> int:
     found = SETTINGS.choose(target, "share", rows=rows)
     share = found["blocks"]
     empty = share * ceil_div(column_tiles, share) - column_tiles
-    return share if empty * found["full"] <= column_tiles else 1
+    whole = rows % (8 * share) == 0  # each loads whole blocks of 8 rows
+    return share if whole and empty * found["full"] <= column_tiles else 1

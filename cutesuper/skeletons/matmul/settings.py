@@ -8,9 +8,9 @@ from cutesuper.targets.settings import Decision, Settings
 SETTINGS = Settings(
     "matmul",
     {
-        # tiles of rows worth a price, of equal costs the first one; none: the smallest that covers
-        # the rows, which few rows are not divided for
-        "rows": Decision(("rows",), {"tiles": ()}),
+        # the fewest and the most rows of tiles worth a price, which are divided evenly, of equal
+        # costs the fewest; 0: the smallest that covers the rows, which few rows are not divided for
+        "rows": Decision(("rows",), {"least": 0, "most": 0}),
         # the same where rows are divided because the columns are not, or because more products
         # follow: as far as the first tile that covers the rows. Their order was not measured
         "divided": Decision((), {"tiles": (8, 16, 32, 64, 256, 128)}),
@@ -18,9 +18,11 @@ SETTINGS = Settings(
         "columns": Decision((), {"tiles": (64, 128, 192, 256)}),
         "depth": Decision((), {"tiles": (64, 128, 192, 256)}),
         # bytes that are kept in flight, if `stages` are not more; 0: as many as fit
-        "ring": Decision(("dependent_launch",), {"bytes": 0, "stages": 2}),
+        "ring": Decision(("dependent_launch", "rows"), {"bytes": 0, "stages": 2}),
         # stages that the producer fills before the block's first barrier
         "ahead": Decision((), {"stages": 0}),
+        # how far ahead of the loads weights are asked for, into L2, in lengths of the ring
+        "fetch": Decision(("rows",), {"rings": 0}),
         # by the rows of a tile: neighbouring blocks along the columns that load it together, where
         # there are `full` tiles at least for each that the last cluster lacks; blocks may walk
         "share": Decision(("rows",), {"walk": 0, "blocks": 1, "full": 1}),

@@ -21,7 +21,7 @@ from cutesuper.skeletons.matmul.plan import (
     CHUNK,
     COLUMN_BLOCK,
     EQUAL_SHARE,
-    ROW_TILES,
+    ROW_UNIT,
     MatmulPlan,
     exceeded,
     exceeded_by_tile,
@@ -33,6 +33,8 @@ from cutesuper.targets import Target
 
 #: blocks of a cluster that every GPU of the architecture can place
 CLUSTERS = (1, 2, 4, 8)
+#: row tiles for few rows, and for more than the settings divide
+ROW_TILES = (8, 16, 32, 64, 128, 256)
 #: why a size is left out whose block lacks room for the stages
 CROWDED = "stages exceed the shared memory"
 
@@ -155,10 +157,24 @@ def _row_choices(form: MatmulForm, rows: int, held: int, target: Target) -> tupl
     Few rows that a warpgroup holds are not divided: weights would be read again (16 rows of LoRA
     16x256x4096 in one tile take 3.2 us, 8 and 8 3.75).
     """
-    many = SETTINGS.choose(target, "rows", rows=rows)["tiles"]
+    many = _even_tiles(rows, **SETTINGS.choose(target, "rows", rows=rows))
     covering = next((t for t in ROW_TILES if t >= rows), ROW_TILES[-1])
     few = not many and not form.reduced and covering * held <= 128 * EQUAL_SHARE
     if few or not (form.reduced or form.hidden):
         return many or (covering,)
     tiles = SETTINGS.choose(target, "divided")["tiles"]
     return tuple(t for n, t in enumerate(tiles) if n == 0 or tiles[n - 1] < rows)
+
+
+def _even_tiles(rows: int, least: int, most: int) -> tuple[int, ...]:
+    """Row tiles between ``least`` and ``most``: for each number of them the smallest that cover the
+    rows; none without limits.
+
+    >>> _even_tiles(300, 64, 256)
+    (64, 80, 104, 152)
+    """
+    if not least:
+        return ()
+    parts = range(ceil_div(rows, most), ceil_div(rows, least) + 1)
+    tiles = {ROW_UNIT * ceil_div(rows, ROW_UNIT * n) for n in parts}
+    return tuple(sorted(t for t in tiles if least <= t))

@@ -29,17 +29,15 @@ class Consumer:
         self.prefetch = Prefetch(known)
         self.main, self.inner, self.after = known.groups
         self.per_group = known.blocks // known.warpgroups
-        # 512 threads start with 128 registers each, and an instruction with 256 rows needs 154: the
-        # compiler refuses it even if registers are handed over later
-        self.instruction_rows = min(known.m, 128) if known.plan.threads > 384 else known.m
+        self.instruction_rows = known.plan.instruction_rows
 
     @cute.jit
     def run(self, here, outs):
-        """Walk over the tiles; ``outs`` are the TMA stores of `TileStore.partition`."""
+        """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`."""
         at = here.memory.ring.first()
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
-            for step in cutlass.range(first, end, unroll=1):
+            for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
                 tile = self.walk.tile(step, here.tensors)
                 at = self.consume(here.at(tile), outs, at)
         else:
@@ -53,6 +51,7 @@ class Consumer:
         cores, rows = k.cores, self.instruction_rows
         group = here.warp // 4
         self.prefetch.run(here)
+        self.epilogue.tile_store.ask(here, outs, True)
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.main.views else inner[0]
@@ -90,6 +89,7 @@ class Consumer:
         if cutlass.const_expr(self.walk.persistent):
             ring.release(previous, here.lane, self.sharing.blocks)
         self.epilogue.begin()
+        self.epilogue.tile_store.ask(here, outs, False)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.run(behind, accumulators, hidden, here)
         self.epilogue.run(accumulators, vectors.accumulators, here, outs)

@@ -165,9 +165,12 @@ class Memory:
         hidden: a `tails.HiddenMemory`.
         columns, rows, vectors, vector_rows: operands in the ring.
         partials: partial sums that the cluster sends (fp32).
+        drained: all blocks of the cluster have read their rings, where partial sums arrive
+            then; None if they arrive elsewhere.
         statistics, row_values: of the rows, fp32.
         warp_sums, block_sums: of the reductions along the columns; None without any.
         pieces: of the tile on its way to memory.
+        pieces_full: pieces that bulk loads have brought; None without any.
         ring: full and empty stages.
         ready: stages that the helpers have rewritten.
         received, reduced, columns_reduced: bytes of partial sums, statistics, reductions.
@@ -184,8 +187,10 @@ class Memory:
     statistics: cute.Pointer
     row_values: cute.Pointer
     pieces: Any
+    pieces_full: Any
     ring: Ring
     ready: Barriers
+    drained: Any
     received: Barriers
     reduced: Barriers
     after_full: Any
@@ -198,12 +203,14 @@ class Memory:
 @dataclass(frozen=True)
 class Tile:
     """A tile of the output: indices along rows and columns, the ``rank`` in the split of the
-    contracted label, and the coordinates along batch labels."""
+    contracted label, the coordinates along batch labels, and the number of tiles before it in this
+    block."""
 
     row: Any
     column: Any
     rank: Any
     batch: dict[str, Any]
+    turn: Any = 0
 
 
 @dataclass(frozen=True)

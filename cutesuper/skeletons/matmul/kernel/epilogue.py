@@ -7,6 +7,7 @@ timing.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import cutlass
@@ -14,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutesuper.device.cluster import push
-from cutesuper.device.fragments import PIECE, fetched, stored
+from cutesuper.device.fragments import PIECE, fetched, fragment, stored
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.memory import neighbours, put
 from cutesuper.skeletons.kernel.arguments import dtype_of
@@ -48,6 +49,9 @@ class Epilogue:
         between = [x.source for x in (*plan.tails, *plan.reductions)]
         self.early_rows = any(i in plan.row_values for e in between for i in e.leaves)
         self.staged = self._stageable()
+        #: partial sums that are sent at once, and the distance of two that are not, for each row
+        self.width = gcd(4, known.values)
+        self.pitch = 4 * known.columns if plan.exchange_in_ring else 1
 
     def _stageable(self) -> bool:
         """True if tiles can be stored through shared memory: direct stores write 16 bytes of a row
@@ -101,7 +105,10 @@ class Epilogue:
     def send(self, accumulators, vectors, here):
         """Push every column's partial sums to the block that finishes it."""
         k, count, memory = self.k, self.k.values, here.memory
-        width = min(4, count)
+        if cutlass.const_expr(k.plan.exchange_in_ring):
+            memory.drained.only.arrive_warp(here.lane, k.cluster)
+            memory.drained.only.wait(0)
+        width = self.width
         for w in cutlass.range_constexpr(k.results):
             for i in cutlass.range_constexpr(len(accumulators[w])):
                 words = cute.recast_tensor(accumulators[w][i], Int32)
@@ -113,7 +120,8 @@ class Epilogue:
                     for v in cutlass.range_constexpr(0, count, width):
                         at = [self.leaves.position(v + e, half) for e in range(width)]
                         data = tuple(words[p] for p in at)
-                        push(memory.partials + (slot + v), data, memory.received.only, peer)
+                        place = memory.partials + (slot + v * self.pitch)
+                        push(place, data, memory.received.only, peer)
         for w in cutlass.range_constexpr(len(vectors)):
             for i in cutlass.range_constexpr(len(vectors[w])):
                 for half in cutlass.range_constexpr(2):
@@ -122,10 +130,21 @@ class Epilogue:
                     self.vectors.send(vectors, w, i, half, n, here)
 
     def slot(self, source: Any, product: int, column: Any, quarter: Any) -> Any:
-        """Offset of a peer's partial sums for one column and quarter of the rows."""
+        """Offset of a peer's partial sums for one column and quarter of the rows; those that belong
+        to other rows follow `pitch` elements apart for each.
+
+        Many rows of a thread, one behind the other, would put all lanes into the same banks: those
+        that send are 4 quarters of 8 columns, those that receive 32 columns of one quarter. So
+        sums of the same rows lie together, and columns of the same banks have their quarters in
+        another order.
+        """
         k = self.k
-        index = ((source * k.results + product) * k.columns + column) * 4 + quarter
-        return index * k.values
+        if not k.plan.exchange_in_ring:
+            index = ((source * k.results + product) * k.columns + column) * 4 + quarter
+            return index * k.values
+        quarter = quarter ^ (column // (8 // self.width) % 4)
+        first = (source * k.results + product) * k.columns * 4 * k.values
+        return first + (column * 4 + quarter) * self.width
 
     @cute.jit
     def finish_received(self, here):
@@ -148,12 +167,22 @@ class Epilogue:
 
     def collect(self, memory: Memory, product: int, column: Any, quarter: Any) -> Any:
         """The sum over the cluster, in the order of the ranks."""
-        count, total = self.k.values, None
+        total = None
         for source in range(self.k.cluster):
-            pointer = memory.partials + self.slot(source, product, column, quarter)
-            part = fetched(neighbours(pointer.align(4 * min(4, count)), count)).load()
+            part = self.part(memory.partials + self.slot(source, product, column, quarter))
             total = part if total is None else total + part
         return total
+
+    def part(self, pointer: cute.Pointer) -> Any:
+        """One peer's partial sums for a column and a quarter of the rows."""
+        count, width = self.k.values, self.width
+        if not self.k.plan.exchange_in_ring:
+            return fetched(neighbours(pointer.align(4 * width), count)).load()
+        sums = fragment(count)
+        for v in range(0, count, width):
+            piece = neighbours((pointer + v * self.pitch).align(4 * width), width)
+            cute.autovec_copy(piece, neighbours(sums.iterator + v, width))
+        return sums.load()
 
     @cute.jit
     def finish_own(self, accumulators, vectors, here):

@@ -174,22 +174,29 @@ class MatmulKernel:
         vector = cute.make_layout((k.k, k.stages)) if plan.vectors else None
         vectors = [alloc.allocate_tensor(k.dtype, vector, 128) for _ in plan.vectors]
         vector_rows = self.vectors.allocate(alloc)
-        partials = floats(plan.exchange_bytes // 4, 128)
+        if plan.exchange_in_ring:
+            assert columns is not None
+            partials = cute.recast_ptr(columns.iterator, dtype=Float32)  # rows lie behind them
+        else:
+            partials = floats(plan.exchange_bytes // 4, 128)
         statistics = floats(len(plan.statistics) * k.cluster * k.m)
         row_values = floats(len(plan.row_values) * k.m)
-        pieces = self.tile_store.allocate(alloc)
+        pieces, pieces_full = self.tile_store.allocate(alloc)
         readers = (k.consumers + k.helpers) * self.sharing.blocks
         full = Barriers.allocate(alloc, k.stages, 1 + self.copies.stage_warps)
         ring = Ring(k.stages, full, Barriers.allocate(alloc, k.stages, readers))
         ready = Barriers.allocate(alloc, k.stages, k.helpers)
         received, reduced = Barriers.allocate(alloc), Barriers.allocate(alloc)
+        drained = (
+            Barriers.allocate(alloc, 1, readers * k.cluster) if plan.exchange_in_ring else None
+        )
         warps = 1 + self.copies.after_warps
         after_full = Barriers.allocate(alloc, 1, warps) if plan.tails else None
         warp_sums, block_sums = self.reductions.allocate(alloc)
         count = len(plan.reductions)
         return Memory(
             hidden, columns, rows, vectors, vector_rows, partials, statistics, row_values, pieces,
-            ring, ready, received, reduced, after_full, warp_sums, block_sums,
+            pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums, block_sums,
             Barriers.allocate(alloc, count) if count else None, self.copies.allocate(alloc),
         )  # fmt: skip
 
@@ -200,6 +207,8 @@ class MatmulKernel:
         used = [
             (memory.ready, plan.rewrites),
             (memory.received, self.k.cluster > 1),
+            (memory.drained, plan.exchange_in_ring),
+            (memory.pieces_full, self.tile_store.loads > 0),
             (memory.reduced, self.row_tile.receivers > 1 and len(plan.statistics) > 0),
             (memory.after_full, len(plan.tails) > 0),
             (memory.columns_reduced, plan.column_cluster > 1 and len(plan.reductions) > 0),

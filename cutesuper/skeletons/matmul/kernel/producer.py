@@ -9,7 +9,14 @@ import cutlass
 import cutlass.cute as cute
 
 from cutesuper.device.launch import wait_for_predecessor
-from cutesuper.device.memory import EVICT_FIRST, EVICT_LAST, bulk_load, partition, tile_atom
+from cutesuper.device.memory import (
+    EVICT_FIRST,
+    EVICT_LAST,
+    bulk_load,
+    fetch_tile,
+    partition,
+    tile_atom,
+)
 from cutesuper.skeletons.kernel.arguments import labelled
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
 from cutesuper.skeletons.matmul.kernel.context import Known, Loads, Memory
@@ -39,6 +46,8 @@ class Producer:
         #: shape of the box of a row operand
         box = (sharing.rows, CHUNK)
         self.row_box = (*box, known.chunks) if self.chunked else box
+        #: rows are kept where columns are not
+        self.row_hint = EVICT_LAST if plan.schedule.stream_columns else None
         #: True if loads may start before all barriers are known to be ready
         self.head_starts = not sharing.active and not walk.persistent
 
@@ -73,7 +82,7 @@ class Producer:
         k, height = self.k, self.sharing.rows
         layout = k.row_layout(height, k.chunks if self.chunked else 1)
         if not self.chunked:
-            layout = cute.slice_(layout, (None, None, 0))
+            layout = cute.select(layout, [0, 1])
         atoms = []
         for v in (v for op, v in k.plan.rows.items() if op in self.order):
             tensor = k.row_tensor(v, k.plan.contracted, tensors, self.chunked)
@@ -142,7 +151,7 @@ class Producer:
                 wait_for_predecessor()
             if cutlass.const_expr(self.walk.persistent):
                 first, end = self.walk.run(tensors)
-                for step in cutlass.range(first, end, unroll=1):
+                for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
                     at = self.load_tile(loads, memory, self.walk.tile(step, tensors), at, 0)
             else:
                 self.load_tile(loads, memory, tile, at, 0)
@@ -158,6 +167,7 @@ class Producer:
             self.load_stage(loads, memory, tile, i, at.stage, True)
             if cutlass.const_expr(self.k.dependent):
                 self.load_stage(loads, memory, tile, i, at.stage, False)
+            self.fetch(loads, tile, i + self.k.plan.schedule.fetch)
             at = ring.next(at)
         return at
 
@@ -219,6 +229,19 @@ class Producer:
         self.load_inner(loads, full, tile, depth, stage, early)
 
     @cute.jit
+    def fetch(self, loads, tile, iteration):
+        """Ask for the column operands of an iteration to come, if there is one."""
+        k, plan = self.k, self.k.plan
+        if cutlass.const_expr(plan.schedule.fetch > 0):
+            if iteration < plan.iterations:
+                depth = tile.rank * plan.iterations + iteration
+                for w, view in enumerate(plan.columns.values()):
+                    at = tuple(tile.batch[d] for d in k.batch_of(view))
+                    for b in cutlass.range_constexpr(k.blocks):
+                        place = (None, tile.column * k.blocks + b, depth, *at)
+                        fetch_tile(loads.atoms[w], loads.sources[w][place])
+
+    @cute.jit
     def load_inner(self, loads, full, tile, depth, stage, early: cutlass.Constexpr):
         """Load one stage of the column operands along hidden labels: every block reads all of
         them."""
@@ -237,10 +260,10 @@ class Producer:
         atom, slots, sources = loads.atoms[i], loads.slots[i], loads.sources[i]
         if cutlass.const_expr(self.chunked):
             source = sources[(None, tile.row, 0, depth, *at)]
-            bulk_load(atom, source, slots[None, stage], full, EVICT_LAST)
+            bulk_load(atom, source, slots[None, stage], full, self.row_hint)
         else:
             parts, part, chunks = self.sharing.blocks, self.sharing.rank(), self.k.chunks
             for c in cutlass.range_constexpr(chunks):
                 source = sources[(None, tile.row * parts + part, depth * chunks + c, *at)]
                 slot = slots[None, (stage * chunks + c) * parts + part]
-                bulk_load(atom, source, slot, full, EVICT_LAST, self.sharing.mask())
+                bulk_load(atom, source, slot, full, self.row_hint, self.sharing.mask())

@@ -43,7 +43,7 @@ class RowSide:
             wait_for_cluster()
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
-            for step in cutlass.range(first, end, unroll=1):
+            for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
                 fresh = self.walk.fresh(step, first, here.tensors)
                 at = self.read_tile(here, at, turn, fresh, shifts)
                 turn = turn ^ 1 if fresh else turn
@@ -75,7 +75,7 @@ class RowSide:
             row = thread // LANES
             # with fewer rows than one pass covers, the remaining threads have nothing to read
             if fresh and row < self.rows:
-                self.read_rows(memory, totals, shifts, first + row, thread % LANES, at.stage, depth)
+                self.read_rows(memory, totals, shifts, first, row, thread % LANES, at.stage, depth)
             self.vectors.write(memory, thread, at.stage, depth)
             if cutlass.const_expr(plan.rewrites):
                 # the tensor cores read the results of ordinary stores
@@ -85,6 +85,8 @@ class RowSide:
             at = ring.next(at)
         if cutlass.const_expr(k.cluster > 1):
             wait_for_cluster()
+        if cutlass.const_expr(plan.exchange_in_ring):
+            memory.drained.only.arrive_warp(here.lane, k.cluster)
         if cutlass.const_expr(len(plan.statistics) > 0):
             if fresh:
                 self.reduce(here, totals, first)
@@ -93,9 +95,10 @@ class RowSide:
         return at
 
     @cute.jit
-    def read_rows(self, memory, totals, shifts, row, lane8, stage, depth):
-        """Process a thread's rows of one stage: add to the statistics, apply the prologue."""
-        k = self.k
+    def read_rows(self, memory, totals, shifts, first_row, own, lane8, stage, depth):
+        """Process a thread's rows of one stage, from the ``own`` one behind the block's first one:
+        add to the statistics, apply the prologue."""
+        k, row = self.k, first_row + own
         place = (lane8 ^ (row % 8)) * PIECE  # the same for all rows, which are 8 or 16 apart
         # short loops are unrolled whole, so that their reads are all in flight together
         for c in cutlass.range(k.chunks, unroll=k.chunks if k.chunks * self.passes <= 16 else 1):
@@ -104,13 +107,14 @@ class RowSide:
             vectors = self.tile.pieces(memory.vectors, list(k.plan.vectors), stage * k.k + at)
             for first in cutlass.range_constexpr(0, self.passes, self.batch):
                 batch = range(first, min(first + self.batch, self.passes))
-                places = [offset + p * (self.tile.height * CHUNK) for p in batch]
+                found = [self.tile.place(own, p) for p in batch]
+                places = [offset + p * (self.tile.height * CHUNK) for p, _ in found]
                 rows = [self.tile.pieces(memory.rows, list(k.plan.rows), x) for x in places]
                 if cutlass.const_expr(len(rows) > 1):
                     # without this fence the compiler issues every read just before its use: 16 rows
                     # of a thread took about 1500 cycles, more than the products of 256x128x64
                     fence_reads()
-                for p, loaded, x in zip(batch, rows, places, strict=True):
+                for p, loaded, x, (_, inside) in zip(batch, rows, places, found, strict=True):
                     pieces = {**loaded, **vectors}
                     values = {op: piece.load().to(Float32) for op, piece in pieces.items()}
                     shifted = self.shift.applied(values, shifts[p], depth + at)
@@ -119,7 +123,7 @@ class RowSide:
                     if cutlass.const_expr(k.plan.prologue is not None):
                         if cutlass.const_expr(self.shift.of_products):
                             values = shifted
-                        self.rewrite(memory, values, x, depth + at)
+                        self.rewrite(memory, values, x, depth + at, inside)
 
     @cute.jit
     def add(self, totals, index: cutlass.Constexpr, statistic: cutlass.Constexpr, values, at):
@@ -132,14 +136,16 @@ class RowSide:
         totals[index] = folded(totals[index], v, statistic.op)
 
     @cute.jit
-    def rewrite(self, memory, values, offset, at):
-        """Replace eight elements of the row operand by the operand of the products."""
+    def rewrite(self, memory, values, offset, at, inside):
+        """Replace eight elements of the row operand by the operand of the products, if they are
+        ``inside`` the tile."""
         prologue = self.k.plan.prologue
         v = prologue.evaluate([values[op] for op in prologue.leaves], self.k.math)
         if cutlass.const_expr(self.tile.needs_mask(prologue, 0.0)):
             v = cute.where(self.tile.inside(at), v, cute.full_like(v, 0.0))
         register = stored(v, PIECE, self.k.dtype)
-        cute.autovec_copy(register, self.tile.linear(memory.rows[0], offset))
+        if cutlass.const_expr(inside is None) or inside:
+            cute.autovec_copy(register, self.tile.linear(memory.rows[0], offset))
 
     @cute.jit
     def reduce(self, here, totals, first):

@@ -74,7 +74,7 @@ class Tails:
     def row_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
         """TMA atoms of the row operands that are tensors in memory, one chunk per box."""
         k = self.k
-        layout = cute.slice_(k.row_layout(k.m, 1), (None, None, 0))
+        layout = cute.select(k.row_layout(k.m, 1), [0, 1])
         return [
             tile_atom(k.row_tensor(v, self.tails[t].hidden, tensors, False), layout, (k.m, CHUNK))
             for t, v in self.loaded.items()

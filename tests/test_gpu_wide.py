@@ -1,0 +1,101 @@
+"""Products of more than 64 rows: row tiles by the eight, pairs, walks, and what leaves or comes in
+pieces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
+from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
+from tests import zoo
+from tests.plans import Linear, compiled, specs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ptx]
+
+
+def definition(linear: Linear) -> KernelGraph:
+    """What a `Linear` computes."""
+    g = new_kernel_graph()
+    shapes = linear.shapes()
+    names = [n for n in "XGWBR" if n in shapes]
+    given = {n: g.new_input(shapes[n], linear.dtype, n) for n in names}
+    x = given["X"]
+    rows = x * given["G"] if linear.gain else x
+    y = g.matmul(rows, given["W"])
+    if linear.norm:
+        y = y / g.sqrt(g.mean(g.square(x), -1) + 1e-6)
+    for name in "BR":
+        y = y + given[name] if name in given else y
+    g.mark_output(y)
+    return g
+
+
+def wide_kernel(linear: Linear, **knobs: Any) -> Kernel:
+    """A `Linear`, compiled with these knobs instead of the default ones."""
+    graph, step = definition(linear), linear.block().step("linear")
+    tensors = specs(linear.shapes(), linear.dtype)
+    plan = make_plan(step, tensors, H200)
+    plan = make_plan(step, tensors, H200, replace(plan.schedule, **knobs))  # type: ignore[type-var]
+    names = tuple(graph.nodes[i].name for i in graph.inputs)
+    mu = MuGraph(tensors, names, ("Z",), (step,))
+    variant = Variant(mu, (CompiledStep(plan, compiled(plan)),), "")
+    return Kernel(graph, H200, lambda hints: variant)
+
+
+def check(linear: Linear, **knobs: Any) -> None:
+    """Two launches with poisoned outputs: right, and the same bits."""
+    kernel = wide_kernel(linear, **knobs)
+    inputs = zoo.draw(kernel.graph, 3, "cuda")
+    shape = (linear.m, linear.n)
+    dtype = getattr(torch, linear.dtype)
+    outputs = [torch.full(shape, torch.nan, dtype=dtype, device="cuda") for _ in range(2)]  # type: ignore[arg-type]
+    for out in outputs:
+        kernel(inputs, out=[out])
+    torch.cuda.synchronize()
+    assert torch.equal(*outputs)
+    (report,) = zoo.judge(kernel.graph, inputs, outputs[:1])
+    assert report, report.message
+
+
+CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
+    "rewritten rows": (Linear(50, 192, 128, 24, tile_k=64, gain=True, bias=True), {}),
+    "odd eights over a cluster": (
+        Linear(100, 256, 128, 56, tile_k=64, cluster=2, residual=True), {}
+    ),
+    "partial sums in the ring": (
+        Linear(150, 384, 136, 80, 64, 64, cluster=2, residual=True, gain=True), {}
+    ),
+    "four parts of the ring": (
+        Linear(72, 1024, 64, 72, 64, 64, 4, norm=False), {"stages": 3, "head": 3}
+    ),
+    "pieces that overlap": (Linear(90, 192, 136, 40, 128, 64, norm=False, residual=True), {}),
+    "152 rows": (Linear(300, 128, 128, 152, 128, 64, dtype="bfloat16"), {}),
+    "pairs of 48 rows that walk": (
+        Linear(130, 320, 384, 48, 128, 64),
+        {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},
+    ),
+    "walks with a residual": (
+        Linear(200, 256, 328, 72, 128, 64, norm=False, residual=True),
+        {"persistent": 3, "stages": 3, "head": 3, "fetch": 2, "pieces": 2},
+    ),
+    "many pieces in flight": (
+        Linear(300, 320, 264, 144, 128, 64, residual=True),
+        {"persistent": 4, "pieces": 4, "stages": 3, "head": 3},
+    ),
+    "192 rows and 256 columns": (Linear(200, 256, 256, 192, 256, 64, norm=False), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_by_the_eight(name: str) -> None:
+    linear, knobs = CASES[name]
+    check(linear, **knobs)
