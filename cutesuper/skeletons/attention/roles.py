@@ -120,13 +120,13 @@ class AttentionRoles:
         leaves = {self.product} if weight is None else {weight}
         result = self._sum(self.second, self.weights, leaves, weight)
         sums = tuple(
-            self._inverted(self._sum(i, op.inputs[0], leaves, weight))
+            self._with_inverse(self._sum(i, op.inputs[0], leaves, weight))
             for i, op in enumerate(self.ops)
             if op.facets.reduces is SUM and op.attributes["over"] == self.keys
         )
         if len(sums) > 1:
             raise self._refuse(f"{len(sums)} sums over {self.keys}; a row has room for one")
-        finals = {result.final, *(s.final for s in sums)}
+        finals = {result.final, *(i for s in sums for i in (s.final, s.inverse) if i is not None)}
         if maximum is not None:
             finals.add(maximum)
         outputs = tuple(
@@ -277,7 +277,7 @@ class AttentionRoles:
         expression = fuse(self.program, source, is_leaf, self.where)
         if self.ops[tile].facets.averages:
             raise self._refuse(f"mean over {self.keys} (operation {tile}); sum, and divide")
-        return Sum(expression, final, rescaled, False)
+        return Sum(expression, final, rescaled)
 
     def _complete(self, value: int) -> int:
         """Follow a value through its accumulate, cluster_reduce and grid_reduce."""
@@ -295,12 +295,10 @@ class AttentionRoles:
             axes -= {self.ops[value].attributes["axis"]}
         return value
 
-    def _inverted(self, s: Sum) -> Sum:
-        """The reciprocal of a sum that is used for nothing else; else the sum."""
+    def _with_inverse(self, s: Sum) -> Sum:
+        """The sum with its reciprocal, if there is one."""
         users = [i for i, op in enumerate(self.ops) if s.final in op.inputs]
-        if len(users) == 1 and is_reciprocal(self.program, users[0]):
-            return replace(s, final=users[0], inverted=True)
-        return s
+        return replace(s, inverse=next((i for i in users if is_reciprocal(self.program, i)), None))
 
     # ---------------------------------------------------------------------------------- leaves
 
@@ -406,7 +404,7 @@ def _check_operands(plan: AttentionPlan, where: str) -> None:
 
 def _check_output(plan: AttentionPlan, where: str, view: View) -> None:
     arg = plan.arguments[view.argument]
-    if view.stride(plan.columns) != 1:
+    if plan.columns in view.labels and view.stride(plan.columns) != 1:
         raise LoweringError(
             f"{where}: {arg.name}{list(map(str, arg.shape))} is stored, and not contiguous along "
             f"{plan.columns}; only results with this label, in this order, can be"
