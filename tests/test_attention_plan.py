@@ -622,7 +622,7 @@ def test_schedules_as_json() -> None:
     ):
         with pytest.raises(FormatError, match=message):
             read_schedule(data | changes)
-    said = "'kind' must be one of matmul, attention, rows, row loop"
+    said = "'kind' must be one of matmul, attention, attention sums, rows, row loop"
     with pytest.raises(FormatError, match=said):
         read_schedule({**data, "kind": "attentive"})
 

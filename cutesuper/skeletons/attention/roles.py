@@ -243,21 +243,8 @@ class AttentionRoles:
             raise self._refuse(f"{op.kind} makes zeros of scores, and masks hide them")
         if a["columns"] != self.keys:
             raise self._refuse(f"{op.kind} hides {a['columns']}, the loop runs over {self.keys}")
-        lengths = None
-        if len(op.inputs) > 1:
-            lengths = self._view(op.inputs[1])
-            if not a["causal"]:
-                return Mask(lengths, None, 0)
-        elif a["alignment"] == "top_left":
-            return Mask(None, a["rows"], 1)
-        added, keys = (None, 0) if lengths is not None else self._end(self.keys)
-        taken, rows = self._end(a["rows"])
-        return Mask(lengths, a["rows"], 1 + keys - rows, added, taken)
-
-    def _end(self, label: str) -> tuple[str | None, int]:
-        """A label whose extent is symbolic, and the extent of one where it is not."""
-        dim = self.program.dims[label]
-        return (label, 0) if isinstance(dim, Symbol) else (None, dim)
+        lengths = self._view(op.inputs[1]) if len(op.inputs) > 1 else None
+        return mask_of(self.program, op, lengths)
 
     # ------------------------------------------------------------------------ what accumulates
 
@@ -370,6 +357,24 @@ class AttentionRoles:
 
     def _refuse(self, why: str) -> LoweringError:
         return LoweringError(f"{self.where}: the attention loop cannot run this program: {why}")
+
+
+def mask_of(program: BlockProgram, op: BlockOp, lengths: View | None) -> Mask:
+    """The limit of visible columns that a masking operation sets, with the lengths it takes."""
+    a = op.attributes
+    if lengths is not None and not a["causal"]:
+        return Mask(lengths, None, 0)
+    if lengths is None and a["alignment"] == "top_left":
+        return Mask(None, a["rows"], 1)
+    added, columns = (None, 0) if lengths is not None else _end(program, a["columns"])
+    taken, rows = _end(program, a["rows"])
+    return Mask(lengths, a["rows"], 1 + columns - rows, added, taken)
+
+
+def _end(program: BlockProgram, label: str) -> tuple[str | None, int]:
+    """A label whose extent is symbolic, and the extent of one where it is not."""
+    dim = program.dims[label]
+    return (label, 0) if isinstance(dim, Symbol) else (None, dim)
 
 
 def _check_operands(plan: AttentionPlan, where: str) -> None:
