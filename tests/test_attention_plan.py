@@ -99,7 +99,7 @@ def test_places_of_a_plain_program() -> None:
     assert p.prologue is None and p.masks == () and p.key_values == {}
     assert p.result.source.trivial and p.result.rescaled
     [total] = p.row_sums
-    assert total.inverted
+    assert total.inverse is not None
     assert p.outputs[0].expression.text(["y", "l"]) == "mul(y, l)"
     assert (p.row_tile, p.group_rows, p.key_tile) == ((64,), 64, 64)
     assert p.ragged and not p.varying and not p.few_rows
@@ -262,8 +262,21 @@ def test_epilogues() -> None:
     log = b.op("div", y, b.op("add", total, b.op("exp", m)))
     program.store("Z", b.op("silu", log), "M", "E")
     p = program.plan()
-    assert not p.row_sums[0].inverted
+    assert p.row_sums[0].inverse is None
     assert p.outputs[0].expression.text(["y", "l", "m"]) == "silu(div(y, add(l, exp(m))))"
+
+
+def test_statistics_of_rows_are_stored() -> None:
+    """A quotient and a logarithm of a sum are the same for a maximum that lags behind."""
+    program = Program()
+    b = program.b
+    m, total, y = program.softmax(program.scores())
+    program.store("Z", b.op("div", y, total), "M", "E")
+    program.store("Y", b.op("add", b.op("log", total), m), "M")
+    program.store("X", m, "M")
+    p = program.plan()
+    assert p.row_sums[0].inverse is not None
+    assert [p.tells_maximum(o) for o in p.outputs] == [False, False, True]
 
 
 # ----------------------------------------------------------------------------------------- refusals
@@ -406,12 +419,6 @@ def stored_across(program: Program) -> None:
     program.store("Z", program.b.op("div", y, total), "E", "M")
 
 
-def stored_maximum(program: Program) -> None:
-    m, total, y = program.softmax(program.scores())
-    program.store("Z", program.b.op("div", y, total), "M", "E")
-    program.store("Y", m, "M")
-
-
 def query_across(program: Program) -> None:
     program.attend(program.scores(program.load("Q", "D", "M")))
 
@@ -446,7 +453,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no rows": (no_label_of_rows, "its rows have no label of their own"),
     "residual": (short_value_label, r"\(load \[M, E\]\) is needed beside the scores"),
     "stored across": (stored_across, r"Z\['64', '32'\] is stored, and not contiguous along E"),
-    "stored maximum": (stored_maximum, r"Y\['32'\] is stored, and not contiguous along E"),
     "query across": (query_across, r"Q\['64', '32'\] must be contiguous along D"),
     "vector of fp32": (vector_of_heads, r"of float16 and of float32 \(G\)"),
     "two types": (mixed, r"operands of float16 and of bfloat16 \(Q\)"),
@@ -616,7 +622,7 @@ def test_schedules_as_json() -> None:
     ):
         with pytest.raises(FormatError, match=message):
             read_schedule(data | changes)
-    said = "'kind' must be one of matmul, attention, rows, row loop"
+    said = "'kind' must be one of matmul, attention, attention sums, rows, row loop"
     with pytest.raises(FormatError, match=said):
         read_schedule({**data, "kind": "attentive"})
 

@@ -197,6 +197,10 @@ class _Joint:
                         else g.apply(n.operator, *args, **attributes)
                     )
                     self.values[i] = value.index
+        outputs = {self.values[i] for i in self.graph.outputs}
+        for i in outputs:
+            if g.nodes[i].facets.permutes and g.nodes[i].inputs[0] not in outputs:
+                g.stored[g.nodes[i].inputs[0]] = i
         # if several outputs are one value, the first gives the name
         ends = reversed(self.graph.outputs)
         g.types |= {self.values[i]: self.graph.nodes[i].dtype for i in ends}
@@ -258,7 +262,7 @@ class _Joint:
 
     def _contributions(self, i: int, active: set[int], dy: Tensor) -> list[tuple[int, Tensor]]:
         """Contributions of node i to the cotangents of its operands."""
-        node, args = self.graph.nodes[i], self._operands(i)
+        node, args = self.graph.nodes[i], [self.both.again(t) for t in self._operands(i)]
         op, y = lookup(node.operator), self.both.tensor(self.values[i])
         if op.one_type or op.cuts:
             dy = self.both.converted(dy, y.dtype)

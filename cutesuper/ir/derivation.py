@@ -18,6 +18,7 @@ from cutesuper.ir.dims import Shape, Symbol
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.graph import KernelGraph, Node, Operand, Tensor
 from cutesuper.ir.operators.base import INPUT, Items, lookup
+from cutesuper.ir.operators.monoid import MAX
 from cutesuper.ir.simplify import RULES
 
 
@@ -29,12 +30,15 @@ class Derivation(KernelGraph):
         given: nodes of the program itself, which stay as they are.
         names: names of values that are worth keeping, by node.
         types: element types of values that are not stored as their operands' type, by node.
+        stored: outputs that are a value of the program in another order, by that value.
     """
 
     given: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)
     types: dict[int, DType] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)
     _made: dict[Any, int] = field(default_factory=dict)
+    _again: dict[int, int] = field(default_factory=dict)
     _zeros: set[int] = field(default_factory=set)
     _verbatim: bool = False
 
@@ -59,8 +63,49 @@ class Derivation(KernelGraph):
 
     def known(self, operator: str, args: list[Tensor]) -> Tensor | None:
         """An existing value (of an operator without attributes), or None."""
-        i = self._made.get((operator, tuple(a.index for a in args), Items({})))
+        operands = tuple(self._again.get(a.index, a.index) for a in args)
+        i = self._made.get((operator, operands, Items({})))
         return None if i is None else self.tensor(i)
+
+    def again(self, t: Tensor) -> Tensor:
+        """A value of the program as derivatives compute it.
+
+        before: the weights ``exp(x - max x) / sum`` of a softmax, which a product takes; after:
+        ``exp(x - lse)`` with ``lse = max x + log(sum)``: one number of a row to keep, and kernels
+        compute weights from scores without another look at the row (arXiv:2205.14135, B.2). Of a
+        value that is an output in another order, which the caller has anyway: that output, put in
+        order again.
+        """
+        found = self._softmax(t)
+        if t.index in self.stored:
+            output = self.tensor(self.stored[t.index])
+            dims = output.node.attributes["dims"]
+            back = tuple(sorted(range(len(dims)), key=lambda d: dims[d]))
+            made = self.once("transpose", [output], {"dims": back})
+        elif found is not None:
+            x, top, total = found
+            lse = self.named(self.add(self.log(total), top), "lse")
+            made = self.exp(self.sub(x, lse))
+        else:
+            return t
+        self._again[made.index] = t.index
+        return made
+
+    def _softmax(self, t: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Operand, maximum and sum of a softmax along rows that a product of the program takes."""
+        nodes = self.nodes
+        used = any(t.index in nodes[i].inputs and nodes[i].facets.contracts for i in self.given)
+        if t.index not in self.given or not used or not t.node.facets.divides:
+            return None
+        e, total = (nodes[i] for i in t.node.inputs)
+        if not total.facets.sums or total.inputs[0] != t.node.inputs[0] or total.shape[-1] != 1:
+            return None
+        if not e.facets.exponential or not nodes[e.inputs[0]].facets.subtracts:
+            return None
+        x, top = nodes[e.inputs[0]].inputs
+        if nodes[top].facets.reduces is not MAX or nodes[top].inputs != (x,):
+            return None
+        return self.tensor(x), self.tensor(top), self.tensor(t.node.inputs[1])
 
     @contextmanager
     def verbatim(self) -> Iterator[None]:

@@ -160,7 +160,7 @@ def _sum_of_products(g: Derivation, x: Tensor) -> Tensor | None:
         if known is None or known.index not in g.given:
             continue
         if broadcast(d.shape, known.shape) == d.shape:
-            return g.sum(g.mul(d, known), -1)
+            return g.sum(g.mul(d, g.again(known)), -1)
     return None
 
 

@@ -154,7 +154,7 @@ class Flat:
 
     @cached_property
     def group(self) -> dict[int, int]:
-        """For every operator, the group of outputs that needs it.
+        """For every operator, the group of outputs that needs it; -1 if several do.
 
         Parts of several groups are not fused into one kernel: the original graph covers those.
         """
@@ -163,8 +163,8 @@ class Flat:
             queue = [self.views[self.graph.outputs[o]].value for o in outputs]
             while queue:
                 i = queue.pop()
-                if i not in group and i in self._operators:
-                    group[i] = n
+                if i in self._operators and group.get(i) not in (n, -1):
+                    group[i] = -1 if i in group else n
                     queue += [v.value for v in self.operands(i)]
         return group
 
@@ -561,14 +561,26 @@ def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
     """The cheapest sequences of kernels, best first.
 
     Raises:
-        SearchError: names an operator that no kernel can run even by itself, and the reason.
+        SearchError: names an operator that no kernel can run even by itself, in any order, and the
+            reason.
         LoweringError: the structure for which a skeleton refuses to run such an operator.
     """
     found: dict[Any, Cut] = {}
+    errors: list[SearchError | LoweringError] = []
     for order in segments.orders:
-        for way in _cheapest(segments, order, find, keep):
+        try:
+            ways = _cheapest(segments, order, find, keep)
+        except (SearchError, LoweringError) as e:
+            errors.append(frameless(e))
+            continue
+        for way in ways:
             cut = Cut(way.cost, _steps(way))
             found.setdefault(tuple((s.writes, id(k)) for s, k in cut.steps), cut)
+    try:
+        if errors and not found:
+            raise errors[0]
+    finally:
+        errors.clear()  # its frame is this one: a circle would keep all callers' tensors
     return sorted(found.values(), key=lambda c: c.cost)[:keep]
 
 

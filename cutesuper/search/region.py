@@ -239,6 +239,8 @@ class _RegionSearch:
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
         by = find_form(self.region, program, self.target)
         self._rounding = Rounding(self.region, program)
+        if not by.skeleton.searches(by.form):
+            return self._as_written(program, by)
         space = by.skeleton.prepared(program, by.form)
         if space is not None:
             return list(self._skeleton(by, space))
@@ -337,7 +339,11 @@ class _RegionSearch:
                 found = self._levels(before, lambda s: list(self._skeleton(by, s, finish)))
                 if found:
                     return found
-        whole = (Written(program, split).program(form) for split in form.splits(program))
+        return self._as_written(program, by)
+
+    def _as_written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
+        """The whole program as written, under every split of its form."""
+        whole = (Written(program, split).program(by.form) for split in by.form.splits(program))
         return [way for p in whole if p is not None for way in self._sized(by, p)]
 
     def _structures(

@@ -41,6 +41,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_us
 from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts
+from cutesuper.search.recomputed import recomputed
 from cutesuper.search.region import (
     Counts,
     Found,
@@ -287,7 +288,10 @@ class _Search:
         summed = summed_first(self.graph)
         if summed is not None:
             yield Flat(summed)
-        if not self.options.lowered:
+        if self.options.lowered:
+            for n, (graph, groups) in enumerate(recomputed(self.graph)):
+                yield Flat(graph, groups=groups, last_resort=n > 0)
+        else:
             for groups in _groups(len(self.graph.outputs)):
                 graph = self.graph.apart(groups)
                 if len(graph.nodes) > len(self.graph.nodes):

@@ -263,6 +263,11 @@ class Skeleton(ABC):
             SearchError: the skeleton would apply, but for the given reason.
         """
 
+    def searches(self, form: Any) -> bool:
+        """True if other ways to compute a region of this form are searched; otherwise it is run as
+        it is written."""
+        return True
+
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
         """The space to search, if the skeleton knows which values to seal; else None."""
         return None

@@ -211,6 +211,7 @@ class Softmax(Operator):
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
         """dx = y (dy - sum(y dy)), since d y_i / d x_j = y_i (1[i = j] - y_j)."""
+        y = g.again(y)
         shared = g.sum(g.mul(y, dy), attributes["dim"] - len(y.shape))
         return [g.mul(y, g.sub(dy, shared))]
 
@@ -462,9 +463,9 @@ class ScaledDotProductAttention(Operator):
         query, key, value = args[:3]
         scale = attributes["scale"]
         scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
-        weights = g.tensor(y.node.inputs[0])  # the product that `expand` ends with
+        weights = g.again(g.tensor(y.node.inputs[0]))  # the product that `expand` ends with
         dy = g.full(dy, y)
-        shared = g.sum(g.mul(dy, y), -1)
+        shared = g.sum(g.mul(dy, g.again(y)), -1)
         scores = g.mul(g.mul(weights, g.sub(g.matmul(dy, g.transpose(value)), shared)), scale)
         return [
             g.matmul(scores, key),

@@ -17,7 +17,7 @@ def attention_lines(plan: AttentionPlan) -> list[str]:
     lines += [
         f"{_tensor(plan, o.view.argument)} = {_text(plan, o.expression)}" for o in plan.outputs
     ]
-    if any(s.inverted for s in plan.row_sums):
+    if any(s.inverse is not None for s in plan.row_sums):
         lines.append("rows that see no key are 0")
     lines.append(f"{plan.shared_bytes} bytes of shared memory")
     if plan.schedule.dependent_launch:
@@ -146,7 +146,8 @@ def _text(plan: AttentionPlan, expression: ThreadExpression) -> str:
     names |= {i: f"row{n}" for n, i in enumerate(plan.row_values) if i not in names}
     names |= {i: f"key{n}" for n, i in enumerate(plan.key_values) if i not in names}
     sums = enumerate(plan.row_sums)
-    names |= {s.final: f"(1 / sum{n})" if s.inverted else f"sum{n}" for n, s in sums}
+    for n, s in sums:
+        names |= {s.final: f"sum{n}"} | ({} if s.inverse is None else {s.inverse: f"(1 / sum{n})"})
     names |= {plan.product: "score", plan.result.final: "result"}
     names |= {} if plan.maximum is None else {plan.maximum: "maximum"}
     names |= {} if plan.weight is None else {plan.weight: "weight"}

@@ -149,8 +149,11 @@ def attention_form(
     _check_reductions(program, form, program.ops.index(second))
     _check_masks(program, form)
     for _, mapping in program.outputs:
-        if labels_of(mapping)[-1:] != [form.columns]:
+        labels = labels_of(mapping)
+        if form.columns in labels and labels[-1] != form.columns:
             raise SearchError(f"the attention loop stores its columns {form.columns} last")
+    if all(form.columns not in labels_of(mapping) for _, mapping in program.outputs):
+        raise SearchError(f"the attention loop: no output has its columns {form.columns}")
     loads = [op for op in program.of_kind("load") if _multiplied(region, program, op, form)]
     check_one_type(region, loads)
     return form
@@ -207,8 +210,15 @@ def _check_reductions(program: LabelledProgram, form: AttentionForm, last: int) 
             raise SearchError(f"{op.kind} of what the attention loop gives: another kernel")
         if op.over not in (form.inner, form.keys, form.columns):
             raise SearchError(f"the attention loop: {op.kind} over {op.over}")
-    if any(i not in after for i, _ in program.outputs):
+    if any(i not in after and not _of_rows(program, form, i) for i, _ in program.outputs):
         raise SearchError("the attention loop: an output that does not depend on the second one")
+
+
+def _of_rows(program: LabelledProgram, form: AttentionForm, i: int) -> bool:
+    """True for a value of a row that a reduction over the keys gives, as the logarithm of a sum."""
+    if not program.ops[i].labels.isdisjoint((form.inner, form.keys, form.columns)):
+        return False
+    return any(program.ops[j].over == form.keys for j in program.dependence.before(i))
 
 
 def _check_masks(program: LabelledProgram, form: AttentionForm) -> None:

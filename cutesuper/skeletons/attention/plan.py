@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from math import prod
+from math import exp, isclose, prod
 
 from cutesuper.errors import LoweringError
+from cutesuper.ir.arraymath import ArrayMath
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Dim, Symbol, Tiles, ceil_div, extent
 from cutesuper.ir.dtypes import as_dtype
@@ -95,15 +96,15 @@ class Sum:
     Attributes:
         source: the summand of one tile; its leaves are the scores' product or its weight, values of
             rows and of keys.
-        final: the operation that completes it, or its reciprocal.
+        final: the operation that completes it.
         rescaled: True if it is multiplied by exp(old - new) when the running maximum rises.
-        inverted: True if only its reciprocal is used, which is 0 for 0.
+        inverse: the operation that is its reciprocal, which is 0 for 0; None if there is none.
     """
 
     source: ThreadExpression
     final: int
     rescaled: bool
-    inverted: bool
+    inverse: int | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
         weight: the operation exp(scores - maximum of the tile).
         row_sums: accumulated numbers of rows, one at most.
         result: the accumulated product with the values.
-        outputs: the stored tensors.
+        outputs: the stored tensors: results, and values of rows such as the logarithm of a sum.
         schedule: the kernel's knobs.
     """
 
@@ -177,6 +178,21 @@ class AttentionPlan(Plan[AttentionSchedule]):
         """True if keys or values lie in pages."""
         loads = (self.program.ops[i] for i in (self.key_load, self.value_load))
         return any("table" in op.attributes for op in loads)
+
+    def tells_maximum(self, output: Output) -> bool:
+        """True if an output would be another one if the maximum were smaller, and all that is
+        relative to it larger. The quotient of a result and a sum is the same, and so is the
+        maximum plus the logarithm of a sum."""
+        relative = {self.result.final, *(s.final for s in self.row_sums)}
+        inverse = {s.inverse for s in self.row_sums}
+        found: list[float] = []
+        for lag in (0.0, 0.25):
+            known = [1.5 + 0.125 * n for n in range(len(output.expression.leaves))]
+            for n, i in enumerate(output.expression.leaves):
+                known[n] -= lag * (i == self.maximum)
+                known[n] *= exp(lag * ((i in relative) - (i in inverse)))
+            found.append(float(output.expression.evaluate(known, ArrayMath)))
+        return not isclose(*found, rel_tol=1e-9, abs_tol=1e-9)
 
     def tile(self, label: str) -> int:
         """Extent of a label in the block's tile."""

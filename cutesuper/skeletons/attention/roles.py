@@ -120,13 +120,13 @@ class AttentionRoles:
         leaves = {self.product} if weight is None else {weight}
         result = self._sum(self.second, self.weights, leaves, weight)
         sums = tuple(
-            self._inverted(self._sum(i, op.inputs[0], leaves, weight))
+            self._with_inverse(self._sum(i, op.inputs[0], leaves, weight))
             for i, op in enumerate(self.ops)
             if op.facets.reduces is SUM and op.attributes["over"] == self.keys
         )
         if len(sums) > 1:
             raise self._refuse(f"{len(sums)} sums over {self.keys}; a row has room for one")
-        finals = {result.final, *(s.final for s in sums)}
+        finals = {result.final, *(i for s in sums for i in (s.final, s.inverse) if i is not None)}
         if maximum is not None:
             finals.add(maximum)
         outputs = tuple(
@@ -243,21 +243,8 @@ class AttentionRoles:
             raise self._refuse(f"{op.kind} makes zeros of scores, and masks hide them")
         if a["columns"] != self.keys:
             raise self._refuse(f"{op.kind} hides {a['columns']}, the loop runs over {self.keys}")
-        lengths = None
-        if len(op.inputs) > 1:
-            lengths = self._view(op.inputs[1])
-            if not a["causal"]:
-                return Mask(lengths, None, 0)
-        elif a["alignment"] == "top_left":
-            return Mask(None, a["rows"], 1)
-        added, keys = (None, 0) if lengths is not None else self._end(self.keys)
-        taken, rows = self._end(a["rows"])
-        return Mask(lengths, a["rows"], 1 + keys - rows, added, taken)
-
-    def _end(self, label: str) -> tuple[str | None, int]:
-        """A label whose extent is symbolic, and the extent of one where it is not."""
-        dim = self.program.dims[label]
-        return (label, 0) if isinstance(dim, Symbol) else (None, dim)
+        lengths = self._view(op.inputs[1]) if len(op.inputs) > 1 else None
+        return mask_of(self.program, op, lengths)
 
     # ------------------------------------------------------------------------ what accumulates
 
@@ -277,7 +264,7 @@ class AttentionRoles:
         expression = fuse(self.program, source, is_leaf, self.where)
         if self.ops[tile].facets.averages:
             raise self._refuse(f"mean over {self.keys} (operation {tile}); sum, and divide")
-        return Sum(expression, final, rescaled, False)
+        return Sum(expression, final, rescaled)
 
     def _complete(self, value: int) -> int:
         """Follow a value through its accumulate, cluster_reduce and grid_reduce."""
@@ -295,12 +282,10 @@ class AttentionRoles:
             axes -= {self.ops[value].attributes["axis"]}
         return value
 
-    def _inverted(self, s: Sum) -> Sum:
-        """The reciprocal of a sum that is used for nothing else; else the sum."""
+    def _with_inverse(self, s: Sum) -> Sum:
+        """The sum with its reciprocal, if there is one."""
         users = [i for i, op in enumerate(self.ops) if s.final in op.inputs]
-        if len(users) == 1 and is_reciprocal(self.program, users[0]):
-            return replace(s, final=users[0], inverted=True)
-        return s
+        return replace(s, inverse=next((i for i in users if is_reciprocal(self.program, i)), None))
 
     # ---------------------------------------------------------------------------------- leaves
 
@@ -374,6 +359,24 @@ class AttentionRoles:
         return LoweringError(f"{self.where}: the attention loop cannot run this program: {why}")
 
 
+def mask_of(program: BlockProgram, op: BlockOp, lengths: View | None) -> Mask:
+    """The limit of visible columns that a masking operation sets, with the lengths it takes."""
+    a = op.attributes
+    if lengths is not None and not a["causal"]:
+        return Mask(lengths, None, 0)
+    if lengths is None and a["alignment"] == "top_left":
+        return Mask(None, a["rows"], 1)
+    added, columns = (None, 0) if lengths is not None else _end(program, a["columns"])
+    taken, rows = _end(program, a["rows"])
+    return Mask(lengths, a["rows"], 1 + columns - rows, added, taken)
+
+
+def _end(program: BlockProgram, label: str) -> tuple[str | None, int]:
+    """A label whose extent is symbolic, and the extent of one where it is not."""
+    dim = program.dims[label]
+    return (label, 0) if isinstance(dim, Symbol) else (None, dim)
+
+
 def _check_operands(plan: AttentionPlan, where: str) -> None:
     check_element_type(where, plan.dtype)
     for a in plan.arguments:
@@ -406,7 +409,7 @@ def _check_operands(plan: AttentionPlan, where: str) -> None:
 
 def _check_output(plan: AttentionPlan, where: str, view: View) -> None:
     arg = plan.arguments[view.argument]
-    if view.stride(plan.columns) != 1:
+    if plan.columns in view.labels and view.stride(plan.columns) != 1:
         raise LoweringError(
             f"{where}: {arg.name}{list(map(str, arg.shape))} is stored, and not contiguous along "
             f"{plan.columns}; only results with this label, in this order, can be"

@@ -24,8 +24,8 @@ from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.cluster import float_bits, push
 from cutesuper.device.fragments import fetched, fragment
 from cutesuper.device.grid import is_last, tell, told
-from cutesuper.device.memory import neighbours
-from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER, Known, Memory, Place
+from cutesuper.device.memory import neighbours, put
+from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER, Here, Known, Memory, Place
 from cutesuper.skeletons.attention.kernel.rows import Rows
 from cutesuper.skeletons.attention.kernel.scores import exp2
 from cutesuper.skeletons.kernel.arguments import dtype_of
@@ -47,6 +47,8 @@ class Join:
         self.few = plan.few_rows
         self.cluster, self.parts = plan.cluster, plan.grid_parts
         self.shifted = plan.maximum is not None
+        self.of_rows = [o for o in plan.outputs if plan.columns not in o.view.labels]
+        self.of_columns = [o for o in plan.outputs if plan.columns in o.view.labels]
 
     def allocate(self, alloc: Any) -> tuple[Any, Any, Barriers, Any]:
         """Allocate the shared memory through which warpgroups and blocks exchange items: see
@@ -292,10 +294,10 @@ class Join:
             known = dict(zip(plan.row_values, rows.values[r], strict=True))
             for s in plan.row_sums:
                 total = state[2 * r + 1]
-                if cutlass.const_expr(s.inverted):
-                    # a row without visible keys is 0, not 0 / 0
-                    total = 1.0 / total if total != 0.0 else Float32(0.0)
                 known[s.final] = total
+                if cutlass.const_expr(s.inverse is not None):
+                    # a row without visible keys is 0, not 0 / 0
+                    known[s.inverse] = 1.0 / total if total != 0.0 else Float32(0.0)
             if cutlass.const_expr(plan.maximum is not None):
                 known[plan.maximum] = state[2 * r] * 0.6931471805599453
             finals.append(known)
@@ -310,6 +312,19 @@ class Join:
                     # the last owners may have padding in place of items
                     if own + j < self.half and first + j < self.items:
                         self.store_item(owned, j, first + j, r, finals[r], positions, here)
+                if cutlass.const_expr(len(self.of_rows) > 0):
+                    # by the owner of the row's first item, and one of the threads that share a row
+                    if first == 0 and here.lane % 4 == 0:
+                        self.store_row(finals[r], positions, here)
+
+    def store_row(self, known: dict[int, Any], positions: dict[str, Any], here: Here) -> None:
+        """Store the outputs that have one number for each row."""
+        for output in self.of_rows:
+            leaves = [known[i] for i in output.expression.leaves]
+            x = Float32(output.expression.evaluate(leaves, self.k.math))
+            offset = self.rows.offset(output.view, positions, here.tensors)
+            base = here.tensors[output.view.argument].iterator
+            put(base + offset, x.to(dtype_of(self.plan, output.view)))
 
     @cute.jit
     def store_item(
@@ -328,7 +343,7 @@ class Join:
         for e, block in pairs:
             column = 8 * block + 2 * (here.lane % 4)
             if column < plan.tile(plan.columns):
-                for output in plan.outputs:
+                for output in self.of_columns:
                     dtype = dtype_of(plan, output.view)
                     register = fragment(2, dtype)
                     for b in cutlass.range_constexpr(2):

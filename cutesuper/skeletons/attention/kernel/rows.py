@@ -35,7 +35,7 @@ from cutesuper.skeletons.attention.kernel.context import (
 )
 from cutesuper.skeletons.attention.plan import ROW_BLOCK, Mask, Reduction
 from cutesuper.skeletons.base import View
-from cutesuper.skeletons.kernel.arguments import unravel
+from cutesuper.skeletons.kernel.arguments import Extents, unravel
 
 
 def byte_piece(depth: int, piece: Any, row: Any) -> Any:
@@ -47,6 +47,28 @@ def byte_piece(depth: int, piece: Any, row: Any) -> Any:
     chunk = chunk_of(depth)
     shift = {64: 0, 32: 1, 16: 2}[chunk]
     return piece ^ ((row >> shift) % (chunk // PIECE))
+
+
+def masked_length(
+    extents: Extents, mask: Mask, tensors: list[cute.Tensor], batch: dict[str, Any], columns: Any
+) -> Any:
+    """The length that a mask reads for a batch, at most the number of columns; 0 if it has none."""
+    view = mask.lengths
+    if view is None:
+        return 0
+    offset = Int32(0)
+    for d in view.labels:
+        offset += batch[d] * extents.stride(view, d, tensors)
+    return cutlass.min(element(tensors[view.argument].iterator, offset), columns)
+
+
+def masked_offset(extents: Extents, mask: Mask, tensors: list[cute.Tensor]) -> Any:
+    """The offset of a mask with all extents; without lengths every row sees a column."""
+    if mask.added is None and mask.taken is None:
+        return mask.offset
+    added, taken = (0 if d is None else extents.of(d, tensors) for d in (mask.added, mask.taken))
+    found = mask.offset + added - taken
+    return found if mask.lengths is not None else cutlass.max(found, 1)
 
 
 def chunk_of(depth: int) -> int:
@@ -157,29 +179,9 @@ class Rows:
         batch = unravel(z, {d: extents[d] for d in plan.batch})
         rank = part % plan.cluster
         keys = self.k.extents.of(plan.keys, tensors)
-        lengths = [self._length(m.lengths, tensors, batch, keys) for m in plan.masks]
-        offsets = [self._offset(m, tensors) for m in plan.masks]
+        lengths = [masked_length(self.k.extents, m, tensors, batch, keys) for m in plan.masks]
+        offsets = [masked_offset(self.k.extents, m, tensors) for m in plan.masks]
         return Place(part, rank, tile, tiles, batch, lengths, offsets, keys)
-
-    def _length(
-        self, view: View | None, tensors: list[cute.Tensor], batch: dict[str, Any], keys: Any
-    ) -> Any:
-        if view is None:
-            return 0
-        offset = Int32(0)
-        for d in view.labels:
-            offset += batch[d] * self.k.extents.stride(view, d, tensors)
-        return cutlass.min(element(tensors[view.argument].iterator, offset), keys)
-
-    def _offset(self, mask: Mask, tensors: list[cute.Tensor]) -> Any:
-        """The offset of a mask with all extents; without lengths every row sees a key."""
-        if mask.added is None and mask.taken is None:
-            return mask.offset
-        added, taken = (
-            0 if d is None else self.k.extents.of(d, tensors) for d in (mask.added, mask.taken)
-        )
-        found = mask.offset + added - taken
-        return found if mask.lengths is not None else cutlass.max(found, 1)
 
     def limit(self, place: Place, positions: dict[str, Any]) -> Any:
         """Number of keys visible to a row at these positions (none if not positive)."""

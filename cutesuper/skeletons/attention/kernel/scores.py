@@ -61,8 +61,7 @@ class Scores:
         self.shifted = plan.maximum is not None
         # sums and results may be relative to a maximum that lags behind, but it may not be an
         # output
-        told = any(plan.maximum in o.expression.leaves for o in plan.outputs)
-        self.lazy = plan.schedule.overlapped and not told
+        self.lazy = plan.schedule.overlapped and not any(map(plan.tells_maximum, plan.outputs))
         #: True if values of keys are needed before the weights
         self.keyed_early = any(i in plan.key_values for i in plan.scores.leaves)
         self.scale = plan.factor * LOG2E

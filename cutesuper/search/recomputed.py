@@ -1,0 +1,111 @@
+"""Scores computed again for each kind of sum over them, in place of stored.
+
+A product multiplies a function of another product, as the gradients of attention do: that of Q
+sums scores over the keys, those of K and V over the queries. A kernel walks over one of them and
+holds the other, so that one kernel cannot do both; where each has scores of its own, none are
+stored. Numbers of rows, such as maxima and sums of products with the output, are computed once.
+
+before: ``P = exp(Q K^T - lse)``, ``P K`` and ``P^T Q``; after: P for each.
+"""
+
+from __future__ import annotations
+
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import INPUT, lookup
+from cutesuper.search.cuts import Groups
+
+
+def recomputed(graph: KernelGraph) -> list[tuple[KernelGraph, Groups]]:
+    """The program with scores for every group of outputs, and these groups: outputs that sum over
+    one dimension of scores together, then, if these are several, each output alone.
+
+    Args:
+        graph: primitive operators only.
+
+    Returns:
+        Nothing if all outputs sum over one dimension, or any over none.
+    """
+    sums = _Sums(graph)
+    found: dict[frozenset[int], list[int]] = {}
+    for n, output in enumerate(graph.outputs):
+        found.setdefault(sums.dimensions(output), []).append(n)
+    if len(found) < 2 or frozenset() in found:
+        return []
+    together = tuple(map(tuple, found.values()))
+    alone = tuple((n,) for n in range(len(graph.outputs)))
+    return [(_apart(graph, g, sums), g) for g in dict.fromkeys((together, alone))]
+
+
+class _Sums:
+    """The products of a graph whose operands are computed from other products."""
+
+    def __init__(self, graph: KernelGraph) -> None:
+        self.graph = graph
+        self.after: list[bool] = []  # it is computed from a product, not from its statistics
+        self.reduced: list[bool] = []  # it is computed from a product or a reduction
+        for n in graph.nodes:
+            sums = n.facets.contracts or lookup(n.operator).reduces is not None
+            self.reduced.append(sums or any(self.reduced[i] for i in n.inputs))
+            before = any(self.after[i] for i in n.inputs) and n.shape[-1:] != (1,)
+            self.after.append(before or n.facets.contracts)
+
+    def dimensions(self, output: int) -> frozenset[int]:
+        """The dimensions of scores, counted from the end, that an output sums over."""
+        found, todo, seen = set[int](), [output], set[int]()
+        while todo:
+            i = todo.pop()
+            node = self.graph.nodes[i]
+            if i in seen or not self.after[i]:
+                continue
+            seen.add(i)
+            if node.facets.contracts:
+                found |= {self._base(j, d) for j, d in zip(node.inputs, (-1, -2), strict=True)
+                          if self.after[j]}  # fmt: skip
+            else:
+                todo += node.inputs
+        return frozenset(found)
+
+    def _base(self, i: int, dim: int) -> int:
+        """A dimension of a view as one of what it is a view of."""
+        node = self.graph.nodes[i]
+        if not node.facets.permutes:
+            return dim
+        dims = node.attributes["dims"]
+        return self._base(node.inputs[0], dims[dim % len(dims)] - len(dims))
+
+    def is_shared(self, i: int) -> bool:
+        """True for numbers of rows that take a reduction, and for whatever no product is in."""
+        if self.graph.nodes[i].shape[-1:] == (1,):
+            return self.reduced[i]
+        return not self.after[i] and self.reduced[i]
+
+
+def _apart(graph: KernelGraph, groups: Groups, sums: _Sums) -> KernelGraph:
+    """The program where groups of outputs share inputs and numbers of rows only."""
+    new, made = KernelGraph(), dict[int, Tensor]()
+    values = {i: _copied(graph, new, i, {}) for i in graph.inputs}
+    every = [graph.needed(graph.outputs[n] for n in group) for group in groups]
+    shared = {i for own in every for i in own if sum(i in other for other in every) > 1}
+    once = set(filter(sums.is_shared, shared))
+    given = once | set(graph.inputs)
+    needed = [graph.needed((graph.outputs[n] for n in group), given) for group in groups]
+    met = {j for own in needed for i in own for j in graph.nodes[i].inputs} & once
+    begun = dict(values)  # what these numbers are computed from is computed for them alone
+    for i in sorted(graph.needed(met) - set(graph.inputs)):
+        begun[i] = _copied(graph, new, i, begun)
+    for group, own in zip(groups, needed, strict=True):
+        known = values | {i: begun[i] for i in met}
+        for i in sorted(own):
+            known[i] = _copied(graph, new, i, known)
+        made |= {n: known[graph.outputs[n]] for n in group}
+    for n, i in enumerate(graph.outputs):
+        new.mark_output(made[n], graph.nodes[i].dtype)
+    return new
+
+
+def _copied(graph: KernelGraph, new: KernelGraph, i: int, values: dict[int, Tensor]) -> Tensor:
+    node = graph.nodes[i]
+    if node.operator == INPUT:
+        new.nodes.append(node)
+        return new.tensor(len(new.nodes) - 1)
+    return new.apply(node.operator, *(values[j] for j in node.inputs), **dict(node.attributes))

@@ -1,0 +1,379 @@
+"""Consumer warpgroups of an attention loop with plain sums: products, and the work between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cutesuper.device.barriers import Meeting, fence_warp
+from cutesuper.device.fragments import PIECE, fetched, filled, fragment, stored
+from cutesuper.device.math import choose
+from cutesuper.device.memory import neighbours, operand_layout
+from cutesuper.device.products import Product
+from cutesuper.ir.operators.base import CONSTANT, lookup
+from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER
+from cutesuper.skeletons.attention.kernel.rows import byte_piece, chunk_of
+from cutesuper.skeletons.attention.kernel.scores import LOG2E, exp2
+from cutesuper.skeletons.attention.kernel.sums_place import Places
+from cutesuper.skeletons.attention.plan import ROW_BLOCK
+from cutesuper.skeletons.attention.sums.plan import Phase
+from cutesuper.skeletons.kernel.arguments import dtype_of
+
+
+@dataclass(frozen=True)
+class SumsThread:
+    """What a consumer thread reads.
+
+    Attributes:
+        memory: of the block.
+        tensors: the arguments.
+        place: of the block.
+        warp, lane: indices in the block and in the warp.
+        group: the warpgroup.
+        member: index of the thread in its warpgroup.
+    """
+
+    memory: Any
+    tensors: list[cute.Tensor]
+    place: Any
+    warp: Any
+    lane: Any
+    group: Any
+    member: Any
+
+
+@dataclass(frozen=True)
+class Registers:
+    """Products of a warpgroup, their operands, and what a thread has in registers.
+
+    Attributes:
+        fresh, more: products of scores, which replace and add.
+        rows, tiles: their operands in shared memory.
+        last: products of sums.
+        streams: their second operands in shared memory.
+        fragments: fp32 numbers of a tile ``(64, loop tile)``.
+        words: 16-bit operands of sums, as Int32, and ``operands``, the same as the products take
+            them.
+        results: fp32 accumulators ``(64, width)``.
+    """
+
+    fresh: list[Product]
+    more: list[Product]
+    rows: list[cute.Tensor]
+    tiles: list[cute.Tensor]
+    last: list[Product]
+    streams: list[cute.Tensor]
+    fragments: list[cute.Tensor]
+    words: list[cute.Tensor]
+    operands: list[cute.Tensor]
+    results: list[cute.Tensor]
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """What a thread knows of its two rows.
+
+    Attributes:
+        at: their positions.
+        values: fp32 numbers of each.
+        low, high: what each sees of the loop.
+        inner_low, inner_high: what all rows of the warpgroup see.
+    """
+
+    at: list[Any]
+    values: list[list[Any]]
+    low: list[Any]
+    high: list[Any]
+    inner_low: Any
+    inner_high: Any
+
+
+class SumsConsumer:
+    """The loop of one consumer warpgroup (128 threads, 64 rows)."""
+
+    def __init__(self, places: Places) -> None:
+        self.p, self.plan, self.cores = places, places.plan, places.cores
+        self.tile = places.plan.loop_tile
+        plan = places.plan
+        #: streamed operands of sums, which must not hold NaN where scores are hidden
+        self.summed = tuple(dict.fromkeys(plan.streams.index(s.stream) for s in plan.sums))
+
+    @cute.jit
+    def run(self, thread, span):
+        """Walk over the tiles of a block, then store."""
+        ring = thread.memory.ring
+        r = self.registers(thread)
+        rows = self.own_rows(thread)
+        thread.memory.rows_full.only.wait(0)
+        at, before = ring.first(), ring.first()
+        tile = Int32(0) + span.first
+        for i in cutlass.range(span.total, unroll=1):
+            ring.wait(at)
+            if cutlass.const_expr(self.plan.clears):
+                self.clear_hidden(thread, at.stage, tile * self.tile)
+            self.cores.begin()
+            for n in cutlass.range_constexpr(len(self.plan.scores)):
+                self.multiply_score(r, n, at.stage)
+            self.cores.wait(len(self.plan.scores) - self.done_with(0))
+            self.compute(r, rows, thread, at.stage, 0)
+            # here, since without a branch the compiler moves exponentials behind the next wait
+            if i > 0:
+                self.release(ring, before.stage, thread.lane)
+            self.work(r, rows, thread, at.stage, tile * self.tile)
+            if cutlass.const_expr(not self.plan.schedule.overlapped):
+                self.cores.wait(0)
+            before = at
+            at = ring.next(at)
+            tile += 1
+            if tile == span.first + span.count:
+                tile = Int32(0) + span.first
+        self.cores.wait(0)
+        self.store(r, rows, thread)
+
+    # ------------------------------------------------------------------------------- preparation
+
+    def registers(self, thread: SumsThread) -> Registers:
+        """Products, operands and registers; the accumulators are 0."""
+        plan, cores, memory = self.plan, self.cores, thread.memory
+        dtype, tile = self.p.dtype, self.tile
+        fresh, more, rows, tiles = list[Any](), list[Any](), list[Any](), list[Any]()
+        for s in plan.scores:
+            for products, adds in ((fresh, False), (more, True)):
+                product = cores.product(dtype, tile, (True, True))
+                product.accumulate(adds)
+                products.append(product)
+            a = fresh[-1].first(memory.residents[plan.residents.index(s.resident)])
+            rows.append(a[None, None, None, thread.group])
+            tiles.append(fresh[-1].second(memory.streams[plan.streams.index(s.stream)]))
+        last, streams, results = list[Any](), list[Any](), list[Any]()
+        for s in plan.sums:
+            width = plan.width(s.columns)
+            product = cores.product(dtype, width, (True, False), registers=True)
+            product.accumulate(True)
+            smem = memory.streams[plan.streams.index(s.stream)]
+            # the same memory, where the loop's label is the contracted one
+            across = operand_layout(dtype, (width, tile), plan.schedule.stages, False)
+            streams.append(product.second(cute.make_tensor(smem.iterator, across.outer)))
+            last.append(product)
+            result = product.accumulator(width)
+            result.fill(0.0)
+            results.append(result)
+        fragments = [fresh[0].accumulator(tile) for _ in range(plan.fragments)]
+        words = [fragment(tile // 4, Int32) for _ in plan.operands]
+        # the accumulators' order is that of an operand in registers: 8 values for 16 columns
+        layout = cute.make_layout(((2, 2, 2), 1, tile // 16), stride=((1, 2, 4), 0, 8))
+        operands = [
+            cute.make_tensor(cute.recast_ptr(w.iterator, dtype=dtype), layout) for w in words
+        ]
+        return Registers(
+            fresh, more, rows, tiles, last, streams, fragments, words, operands, results
+        )
+
+    def own_rows(self, thread: SumsThread) -> OwnRows:
+        """Positions, values and limits of this thread's rows."""
+        first = thread.place.tile * self.p.row_tile + thread.group * ROW_BLOCK
+        at = [first + (thread.warp % 4) * 16 + thread.lane // 4 + 8 * r for r in range(2)]
+        values = [self.p.row_values(thread.place, row, thread.tensors) for row in at]
+        limits = [self.p.window(thread.place, row) for row in at]
+        _, low, high, _ = self.p.windows(thread.place, first, ROW_BLOCK, thread.tensors)
+        return OwnRows(at, values, [x for x, _ in limits], [x for _, x in limits], low, high)
+
+    # ---------------------------------------------------------------------------------- products
+
+    @cute.jit
+    def multiply_score(self, r, n: cutlass.Constexpr, stage):
+        """Compute a product of rows and a tile, as one group."""
+        depth = self.plan.width(self.plan.scores[n].inner)
+        for kk in cutlass.range_constexpr(depth // 16):
+            product = r.fresh[n] if kk == 0 else r.more[n]
+            a, b = r.rows[n][None, None, kk], r.tiles[n][None, None, kk, stage]
+            product.multiply(r.fragments[n], a, b)
+        self.cores.end()
+
+    @cute.jit
+    def multiply_sum(self, r, n: cutlass.Constexpr, stage):
+        """Add the products of a tile to a sum, as one group."""
+        operand = r.operands[self.plan.operands.index(self.plan.sums[n].operand)]
+        for kk in cutlass.range_constexpr(self.tile // 16):
+            a, b = operand[None, None, kk], r.streams[n][None, None, kk, stage]
+            r.last[n].multiply(r.results[n], a, b)
+        self.cores.end()
+
+    @cute.jit
+    def release(self, ring, stage, lane):
+        """Give a stage back to the producer."""
+        if cutlass.const_expr(self.plan.clears):
+            fence_warp()
+        ring.empty[stage].arrive_warp(lane)
+
+    # ---------------------------------------------------------------------------------- the work
+
+    @cute.jit
+    def work(self, r, rows, thread, stage, first):
+        """Do what is between the products of a tile, each part as soon as its scores are there, and
+        multiply the operands of the sums. ``first`` (Int32) is the tile's first element."""
+        boundary = Int32(0)
+        if cutlass.const_expr(self.plan.ragged):
+            if (first < rows.inner_low) | (first + self.tile > rows.inner_high):
+                boundary = Int32(1)
+        for k in cutlass.range_constexpr(1, len(self.plan.phases)):
+            self.cores.wait(len(self.plan.scores) - self.done_with(k))
+            self.compute(r, rows, thread, stage, k)
+        if cutlass.const_expr(self.plan.ragged):
+            if boundary != 0:
+                self.hide(r, rows, thread, first)
+        for n in cutlass.range_constexpr(len(self.plan.operands)):
+            self.pack(r, n)
+        self.cores.begin()
+        for n in cutlass.range_constexpr(len(self.plan.sums)):
+            self.multiply_sum(r, n, stage)
+
+    def done_with(self, k: int) -> int:
+        """Number of scores that a phase needs."""
+        return self.plan.phases[k].score + 1
+
+    def compute(self, r: Registers, rows: OwnRows, thread: SumsThread, stage: Any, k: int) -> None:
+        """Compute a phase for all elements of a thread, pair by pair, both rows."""
+        plan, phase = self.plan, self.plan.phases[k]
+        before = plan.phases[k - 1] if k else None
+        new = range(before.score + 1 if before else 0, phase.score + 1)
+        kept = before.slots if before else {}
+        for block in range(self.tile // 8):
+            column = 8 * block + 2 * (thread.lane % 4)
+            pairs = [self.pair(thread, n, stage, column) for n in range(len(plan.loop_vectors))]
+            for b in range(2):
+                for row in range(2):
+                    i = 4 * block + 2 * row + b
+                    known: dict[int, Any] = {v: r.fragments[f][i] for v, f in kept.items()}
+                    known |= {plan.scores[n].value: r.fragments[n][i] for n in new}
+                    known |= dict(zip(plan.row_vectors, rows.values[row], strict=True))
+                    known |= {v: pair[b] for v, pair in zip(plan.loop_vectors, pairs, strict=True)}
+                    self.evaluate(phase, known)
+                    for v, f in phase.slots.items():
+                        r.fragments[f][i] = Float32(known[v])
+
+    def evaluate(self, phase: Phase, known: dict[int, Any]) -> None:
+        """Add the values of a phase's operations to those of one element."""
+        for i in phase.ops:
+            op = self.plan.program.ops[i]
+            if op.facets.masks:
+                known[i] = known[op.inputs[0]]  # what is hidden is made 0 where it is multiplied
+            elif op.facets.exponential:
+                known[i] = exp2(self.in_log2(op.inputs[0], known))
+            else:
+                args = [known[j] for j in op.inputs]
+                known[i] = lookup(op.kind).scalar(self.p.math, args, op.attributes)
+
+    def in_log2(self, i: int, known: dict[int, Any]) -> Any:
+        """A value in units of log2. before: ``(s * c - l) * log2(e)``; after: one multiply-add,
+        ``s * (c * log2(e)) - l * log2(e)``, of which the last term is one of a row or column."""
+        op = self.plan.program.ops[i]
+        if i in self.plan.between and op.facets.masks:
+            return self.in_log2(op.inputs[0], known)
+        if i in self.plan.between and op.facets.subtracts:
+            a, b = (self.in_log2(j, known) for j in op.inputs)
+            return a - b
+        if i in self.plan.between and op.facets.multiplies:
+            factor = self.plan.program.ops[op.inputs[1]]
+            if factor.kind == CONSTANT:
+                return known[op.inputs[0]] * (factor.attributes["value"] * LOG2E)
+        return known[i] * LOG2E
+
+    def pair(self, thread: SumsThread, n: int, stage: Any, column: Any) -> cute.Tensor:
+        """Numbers of two neighbouring elements of the loop, the first of which is even."""
+        slot = (stage * len(self.plan.loop_vectors) + n) * self.tile + column
+        return fetched(neighbours(thread.memory.vectors + cute.assume(slot, divby=2), 2))
+
+    @cute.jit
+    def hide(self, r, rows, thread, first):
+        """Set the operands of sums to 0 where a row does not see the element."""
+        column = first + 2 * (thread.lane % 4)
+        for row in cutlass.range_constexpr(2):
+            low, high = rows.low[row] - column, rows.high[row] - column
+            for j in cutlass.range_constexpr(self.tile // 4):
+                i, own = 4 * (j // 2) + 2 * row + j % 2, 8 * (j // 2) + j % 2
+                seen = (own >= low) & (own < high)
+                for n in cutlass.range_constexpr(len(self.plan.operands)):
+                    values = r.fragments[self.fragment_of(n)]
+                    values[i] = choose(seen, values[i], 0.0)
+
+    def fragment_of(self, n: int) -> int:
+        """The fragment in which an operand is left."""
+        return self.plan.phases[-1].slots[self.plan.operands[n]]
+
+    def pack(self, r: Registers, n: int) -> None:
+        """Convert an operand to 16 bits."""
+        count = self.tile // 2
+        values = neighbours(r.fragments[self.fragment_of(n)].iterator, count).load()
+        narrow = stored(values, count, self.p.dtype)
+        r.words[n].store(cute.recast_tensor(narrow, Int32).load())
+
+    @cute.jit
+    def clear_hidden(self, thread, stage, first):
+        """Set streamed operands of sums to 0 behind a length: memory there may hold NaN, and 0
+        times NaN is NaN. One warpgroup does, before any multiplies the tile."""
+        end = self.p.written(thread.place)
+        if first + self.tile > end:
+            own = (thread.group == 0) & (thread.member < self.tile)
+            if own & (first + thread.member >= end):
+                for n in cutlass.range_constexpr(len(self.summed)):
+                    self.clear(thread, self.summed[n], stage)
+            fence_warp()
+            Meeting(ROWS_BARRIER, 128 * self.plan.schedule.row_groups).meet()
+
+    def clear(self, thread: SumsThread, n: int, stage: Any) -> None:
+        """Set one element's row of a streamed operand to 0."""
+        width = self.plan.width(self.plan.inner(self.plan.streams[n]))
+        chunk, row = chunk_of(width), thread.member
+        zeros = filled(PIECE, 0.0, self.p.dtype)
+        base = cute.recast_ptr(thread.memory.streams[n].iterator, dtype=self.p.dtype)
+        for piece in range(width // PIECE):
+            inside = byte_piece(width, piece % (chunk // PIECE), row)
+            line = piece // (chunk // PIECE) * self.tile + row
+            offset = stage * (self.tile * width) + line * chunk + inside * PIECE
+            cute.autovec_copy(zeros, neighbours(base + cute.assume(offset, divby=PIECE), PIECE))
+
+    # ------------------------------------------------------------------------------------- store
+
+    @cute.jit
+    def store(self, r, rows, thread):
+        """Apply the outputs' expressions to the sums, and store them."""
+        end = self.p.extents.of(self.plan.rows, thread.tensors)
+        for row in cutlass.range_constexpr(2):
+            if rows.at[row] < end:
+                for n in cutlass.range_constexpr(len(self.plan.outputs)):
+                    self.store_row(r, rows, thread, n, row)
+
+    @cute.jit
+    def store_row(self, r, rows, thread, n: cutlass.Constexpr, row: cutlass.Constexpr):
+        """Store this thread's columns of a row of one output, in pairs."""
+        plan, output = self.plan, self.plan.outputs[n]
+        columns = self.columns_of(n)
+        dtype = dtype_of(plan, output.view)
+        at = {**thread.place.batch, plan.rows: rows.at[row]}
+        base = thread.tensors[output.view.argument].iterator
+        offset = self.p.offset(output.view, at, thread.tensors)
+        given = dict(zip(plan.row_vectors, rows.values[row], strict=True))
+        for block in cutlass.range_constexpr(plan.width(columns) // 8):
+            column = 8 * block + 2 * (thread.lane % 4)
+            if column < plan.extent(columns):
+                register = fragment(2, dtype)
+                for b in cutlass.range_constexpr(2):
+                    i = 4 * block + 2 * row + b
+                    known = given | {
+                        s.final: x[i] for s, x in zip(plan.sums, r.results, strict=True)
+                    }
+                    leaves = [known[v] for v in output.expression.leaves]
+                    x = Float32(output.expression.evaluate(leaves, self.p.math))
+                    register[b] = x.to(dtype)
+                target = neighbours(base + cute.assume(offset + column, divby=2), 2)
+                cute.autovec_copy(register, target)
+
+    def columns_of(self, n: int) -> str:
+        """The label of an output's columns."""
+        leaves = self.plan.outputs[n].expression.leaves
+        return next(s.columns for s in self.plan.sums if s.final in leaves)
