@@ -38,7 +38,7 @@ from cutesuper.torch.ops.attention.kind import (  # noqa: E402
     graph_of,
     runner_of,
 )
-from tests.attention_reference import exact  # noqa: E402
+from tests.attention_reference import exact, visible  # noqa: E402
 from tests.host_time import host_time, least_attention  # noqa: E402
 
 attention = cs.ops.attention
@@ -324,16 +324,47 @@ def test_what_is_refused(args: Any, options: Any, error: Any, text: str) -> None
         attention(*args, **options)
 
 
-def test_gradients_are_refused() -> None:
+def test_gradients_that_are_refused() -> None:
     q = Q.clone().requires_grad_()
-    with pytest.raises(GraphError, match=r"no backward yet; call it under torch\.no_grad\(\)"):
-        attention(q, K, K, enable_gqa=True)
-    with pytest.raises(GraphError, match="no backward yet"):
+    with pytest.raises(GraphError, match=r"backward yet for pages of keys; call it under"):
+        attention(q, PAGES, PAGES, enable_gqa=True, page_table=TABLE, key_lengths=LENGTHS)
+    with pytest.raises(GraphError, match="no backward yet for norms of heads"):
         attention(Q, K, K, enable_gqa=True, key_norm_weight=torch.ones(8, requires_grad=True))
     with torch.no_grad():
         assert not attention(q, K, K, enable_gqa=True).requires_grad
     with torch.inference_mode():
         assert attention(q, K[:, :, :4], K[:, :, :4], enable_gqa=True).shape == Q.shape
+    with pytest.raises(LayoutError, match=r"key of shape .* call \.contiguous"):
+        attention(q, K[:, :, :4], K[:, :, :4], enable_gqa=True)
+    y = attention(q, K, K, enable_gqa=True)
+    [once] = torch.autograd.grad(y.sum(), q, create_graph=True)
+    with pytest.raises(GraphError, match="cannot be differentiated again"):
+        once.sum().backward()
+
+
+@pytest.mark.parametrize("lengths", [None, (0, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [3, 6])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_gradients(tokens: bool, heads: int, causal: bool, lengths: Any) -> None:
+    """Against float64; what is behind a length may be NaN, and has the gradient 0."""
+    q = tensor(2, heads, 5, 8, tokens=tokens)
+    k, v = tensor(2, 3, 7, 8, tokens=tokens), tensor(2, 3, 7, 16)
+    ends = None if lengths is None else integers(*lengths)
+    sides = [t.clone(memory_format=torch.preserve_format).requires_grad_() for t in (q, k, v)]
+    y = attention(*sides, is_causal=causal, enable_gqa=True, key_lengths=ends)
+    cotangent = torch.randn_like(y)
+    found = torch.autograd.grad(y, sides, cotangent)
+    exactly = [t.double().requires_grad_() for t in (q, k, v)]
+    sees = visible(5, 7, 2, causal, ends, "cpu")[:, None]
+    scores = exactly[0] @ exactly[1].repeat_interleave(heads // 3, 1).mT * 8**-0.5
+    weights = scores.masked_fill(~sees, -1e30).softmax(-1) * sees
+    wanted = torch.autograd.grad(
+        weights @ exactly[2].repeat_interleave(heads // 3, 1), exactly, cotangent.double()
+    )
+    for mine, want, side in zip(found, wanted, sides, strict=True):
+        torch.testing.assert_close(mine.double(), want, atol=1e-5, rtol=1e-4)
+        assert mine.stride() == side.stride()
 
 
 # --- PyTorch -------------------------------------------------------------------------------------
@@ -357,6 +388,27 @@ def examples() -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("name", sorted(examples()))
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(torch.ops.cutesuper.attention.default, examples()[name])
+
+
+@pytest.mark.parametrize("name", ["plain", "grouped"])
+def test_opcheck_of_gradients(name: str) -> None:
+    query, key, value, lengths, _, _, _, causal, scale, _ = examples()[name]
+    sides = [t.clone().requires_grad_() for t in (query, key, value)]
+    args = (*sides, lengths, causal, scale)
+    torch.library.opcheck(torch.ops.cutesuper.attention_kept.default, args)
+
+
+def test_gradients_through_a_compiler() -> None:
+    q, k = (t.requires_grad_() for t in (tensor(2, 6, 5, 8), tensor(2, 3, 7, 8)))
+
+    def loss(q: Any, k: Any) -> Any:
+        return attention(q, k, k * 2, is_causal=True, enable_gqa=True).square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(q, k), (q, k))
+    for mine, want in zip(found, torch.autograd.grad(loss(q, k), (q, k)), strict=True):
+        torch.testing.assert_close(mine, want)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

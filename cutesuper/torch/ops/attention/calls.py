@@ -87,7 +87,7 @@ class Plan:
     """
 
     run: Runner
-    views: tuple[View | None, View | None, View | None]
+    views: tuple[View | None, ...]
     capacity: int
     limit: int
     output: View | None
@@ -138,22 +138,23 @@ def attend(
 ) -> torch.Tensor:
     """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`."""
     others = (page_table, query_norm, key_norm)
-    facts = (
-        *_facts(query), *_facts(key), *_facts(value), *_facts(key_lengths),
-        *(f for t in others if t is not None for f in _facts(t)),
+    key_facts = (
+        *facts(query), *facts(key), *facts(value), *facts(key_lengths),
+        *(f for t in others if t is not None for f in facts(t)),
         page_table is None, query_norm is None, causal, scale, eps, TABLE.changes,
     )  # fmt: skip
-    plan = _plans.get(facts)
+    plan = _plans.get(key_facts)
     if plan is None:
         request = Request(query, key, value, key_lengths, *others, causal, scale, eps)
         check(request)
         if 0 in (query.numel(), value.numel(), request.positions):
             return torch.zeros_like(result_of(request))
-        plan = _plans.made(facts, lambda: _plan(request))
+        plan = _plans.made(key_facts, lambda: _plan(request))
     return plan(query, key, value, key_lengths, others)
 
 
-def _facts(t: Maybe) -> tuple[object, ...]:
+def facts(t: Maybe) -> tuple[object, ...]:
+    """What of a tensor determines the plan of a call."""
     return (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device)
 
 
@@ -174,14 +175,13 @@ def _plan(r: Request) -> Plan:
         raise refusal(r.query, "query")
     key, value = _keys(r)
     limit = _limit(r, key)
-    kind = _kind(r, query_order, key, value, r.key_lengths is not None or limit > 0)
+    kind = kind_of(r, query_order, key, value, r.key_lengths is not None or limit > 0)
     h, g = kind.heads, kind.group
     extents = Extents(r.query.shape[0], r.query.shape[2], key.positions)
     b, n = extents.batch, extents.rows
-    views = (
-        _view(r.query, _memory(b, (h, g), n, kind.dim, query_order)),
-        _view(r.key, _key_memory(kind, extents, kind.dim, key.order)),
-        _view(r.value, _key_memory(kind, extents, kind.value_dim, value.order)),
+    views = tuple(
+        None if _is_plain(t, shape) else compact(shape)
+        for t, shape in zip((r.query, r.key, r.value), memory_of(kind, extents), strict=True)
     )
     width, heads = kind.value_dim, h * g
     strides = (heads * n * width, n * width, width, 1)
@@ -192,6 +192,16 @@ def _plan(r: Request) -> Plan:
     output = None if plain else ((b, heads, n, width), strides)
     capacity = key.positions if key.positions != r.positions else 0
     return Plan(runner_of(kind, extents, r.query.device), views, capacity, limit, output)
+
+
+def memory_of(kind: Kind, extents: Extents) -> tuple[tuple[int, ...], ...]:
+    """Extents of query, key and value in the order of memory."""
+    heads = (kind.heads, kind.group)
+    return (
+        _memory(extents.batch, heads, extents.rows, kind.dim, kind.query_order),
+        _key_memory(kind, extents, kind.dim, kind.key_order),
+        _key_memory(kind, extents, kind.value_dim, kind.value_order),
+    )
 
 
 def _keys(r: Request) -> tuple[Stored, Stored]:
@@ -223,7 +233,8 @@ def _limit(r: Request, key: Stored) -> int:
     )
 
 
-def _kind(r: Request, order: Order, key: Stored, value: Stored, lengths: bool) -> Kind:
+def kind_of(r: Request, order: Order, key: Stored, value: Stored, lengths: bool) -> Kind:
+    """The kernels of a call."""
     batch, any_batch = batch_of(r.query.shape[0])
     paged = r.page_table is not None
     return Kind(
@@ -265,8 +276,8 @@ def _key_memory(kind: Kind, extents: Extents, width: int, order: Order) -> tuple
     return (b, *lead, keys, width) if order is Order.HEADS else (b, keys, *lead, width)
 
 
-def _view(t: torch.Tensor, shape: tuple[int, ...]) -> View | None:
-    return None if tuple(t.shape) == shape and t.is_contiguous() else compact(shape)
+def _is_plain(t: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    return tuple(t.shape) == shape and t.is_contiguous()
 
 
 # ------------------------------------------------------------------------------------------ checks

@@ -193,17 +193,25 @@ def _reference_of(kind: Kind) -> Runner:
         if not kind.lengths:
             return run_reference(graph, inputs)
         query, key, value, lengths, *others = inputs
-        keys = kind.keys if isinstance(kind.keys, int) else key.shape[_axis(whole.key_order)]
-        seen = torch.arange(keys, device=lengths.device) < lengths[:, None]
         if kind.pages:
+            keys = extent(kind.keys)
+            seen = torch.arange(keys, device=lengths.device) < lengths[:, None]
             table, *others = others
             pages = table.masked_fill(~seen[:, :: kind.page_size], 0).long()
             key, value = key[pages].flatten(1, 2), value[pages].flatten(1, 2)
-        key = _cleared(key, seen, whole.key_order)
-        value = _cleared(value, seen, whole.value_order)
+        key, value = cleared(whole, key, value, lengths)
         return run_reference(graph, [query, key, value, lengths, *others])
 
     return run
+
+
+def cleared(
+    kind: Kind, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values in the order of memory, with 0 behind the lengths."""
+    keys = key.shape[_axis(kind.key_order)]
+    seen = torch.arange(keys, device=lengths.device) < lengths[:, None]
+    return _cleared(key, seen, kind.key_order), _cleared(value, seen, kind.value_order)
 
 
 def _axis(order: Order) -> int:

@@ -18,6 +18,7 @@ from cutesuper.errors import (
 from cutesuper.ir.arguments import shown
 from cutesuper.runtime.checks import ORDINARY, oddity
 from cutesuper.torch.ops.attention.calls import Maybe, Request, attend, check, result_of
+from cutesuper.torch.ops.attention.gradient import attention_kept
 
 #: its kernels depend on the order of memory, so a compiler must not change it
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
@@ -83,7 +84,11 @@ def attention(
 
     CUDA tensors run kernels that are searched for at the first call with a kind of arguments
     (seconds) and kept; CPU tensors run the reference executor. Fits into ``torch.compile`` and,
-    once it has run with the same kind of arguments, into CUDA graphs. There are no gradients yet.
+    once it has run with the same kind of arguments, into CUDA graphs.
+
+    Query, key and value have gradients: the call keeps one number for each row, and the backward
+    pass computes the scores again, in kernels for just these extents. Its results are the same bits
+    in every run.
 
     Args:
         query: ``[B, Hq, L, D]``, of float16 or bfloat16; of float32 on the CPU only. Contiguous, or
@@ -114,7 +119,7 @@ def attention(
 
     Raises:
         OperatorError: a mask or dropout; an option that is not a number.
-        GraphError: a tensor requires a gradient.
+        GraphError: a tensor requires a gradient, and there are pages or weights of norms.
         ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
@@ -136,6 +141,8 @@ def attention(
     numbers = (is_causal, scale, norm_eps)
     try:
         _check_call(tensors, enable_gqa)
+        if _records(tensors):
+            return attention_kept((query, key, value), key_lengths, is_causal, scale)
         return torch.ops.cutesuper.attention.default(*tensors, *numbers)
     except (AttributeError, RuntimeError) as error:
         if not isinstance(error, CutesuperError):  # PyTorch's, about arguments of another kind
@@ -143,15 +150,25 @@ def attention(
         raise
 
 
-def _check_call(tensors: Sequence[Any], enable_gqa: bool) -> None:
-    """Refuse gradients, and shared heads without ``enable_gqa``."""
+def _records(tensors: Sequence[Any]) -> bool:
+    """True if a gradient has to be recorded. Raises GraphError where none can be."""
     query, key, value, _, page_table, *weights = tensors
     floats = (query, key, value, *(w for w in weights if w is not None))
-    if torch.is_grad_enabled() and True in [t.requires_grad for t in floats]:
+    if not torch.is_grad_enabled() or True not in [t.requires_grad for t in floats]:
+        return False
+    if page_table is not None or any(w is not None for w in weights):
+        what = "pages of keys" if page_table is not None else "norms of heads"
         raise GraphError(
-            "attention: a tensor requires a gradient, and there is no backward yet; "
-            "call it under torch.no_grad(), or detach the tensors"
+            f"attention: a tensor requires a gradient, and there is no backward yet for {what}; "
+            "call it under torch.no_grad(), detach the tensors, or "
+            f"{'gather the pages' if page_table is not None else 'normalize'} before"
         )
+    return True
+
+
+def _check_call(tensors: Sequence[Any], enable_gqa: bool) -> None:
+    """Refuse shared heads without ``enable_gqa``."""
+    query, key, _, _, page_table, *_ = tensors
     if not enable_gqa and query.dim() == key.dim() == 4:
         heads = key.shape[1 if page_table is None else 2]
         if query.shape[1] != heads:

@@ -1,0 +1,286 @@
+"""Gradients of attention: a forward pass that keeps the logarithm of the sum of each row, and
+kernels that compute the scores again (arXiv:2205.14135).
+
+Both passes are operators of ``torch.library``, so that compilers see them::
+
+    attention_kept(query, key, value, key_lengths, ..) -> (result, lse)
+    attention_backward(cotangent, query, key, value, key_lengths, result, lse, ..) -> gradients
+
+Kernels are those of one kind of call with its extents; CPU tensors run the reference executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cutesuper.autodiff.gradient import Split, split
+from cutesuper.errors import GraphError
+from cutesuper.ir.dims import extent
+from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
+from cutesuper.torch.ops.attention.calls import (
+    KEPT_PLANS,
+    Maybe,
+    Request,
+    check,
+    facts,
+    kind_of,
+    memory_of,
+    result_of,
+)
+from cutesuper.torch.ops.attention.kind import (
+    KEPT_KINDS,
+    Extents,
+    Kind,
+    Order,
+    Runner,
+    cleared,
+    graph_of,
+)
+from cutesuper.torch.ops.attention.layout import Stored, order_of, refusal
+
+_TENSORS = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The execution of both passes of one kind of call.
+
+    Attributes:
+        kind: the kernels, for just these extents.
+        memory: extents of query, key and value in the order of memory.
+        split: the graphs.
+        forward, backward: take their inputs.
+    """
+
+    kind: Kind
+    memory: tuple[tuple[int, ...], ...]
+    split: Split
+    forward: Runner
+    backward: Runner
+
+    def keep(self, sides: Sequence[torch.Tensor], lengths: Maybe) -> list[torch.Tensor]:
+        """The result as the graph has it, and the logarithms."""
+        made = self.forward(self._values(self.split.forward, self._given(sides, lengths)))
+        return [made[0], made[self.split.saved["lse"]]]
+
+    def gradients(
+        self, sides: Sequence[torch.Tensor], lengths: Maybe, kept: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory.
+
+        ``kept``: the result, the logarithms and the cotangent, by name.
+        """
+        values = self._given(sides, lengths) | {"lse": kept["lse"]}
+        [cotangent] = self.split.cotangents
+        for name, t in (("out", kept["out"]), (cotangent, kept["cotangent"])):
+            values[name] = self._in_order(t)
+        made = self.backward(self._values(self.split.backward, values))
+        places = [self.split.gradients[name] for name in _TENSORS]
+        orders = self.kind.query_order, self.kind.key_order, self.kind.value_order
+        return [
+            _logical(made[int(n)], side, order)
+            for n, side, order in zip(places, sides, orders, strict=True)
+        ]
+
+    def _given(self, sides: Sequence[torch.Tensor], lengths: Maybe) -> dict[str, torch.Tensor]:
+        orders = self.kind.query_order, self.kind.key_order, self.kind.value_order
+        found = {
+            name: _stored(t, order).view(shape)
+            for name, t, order, shape in zip(_TENSORS, sides, orders, self.memory, strict=True)
+        }
+        return found | ({} if lengths is None else {"lengths": lengths})
+
+    def _in_order(self, t: torch.Tensor) -> torch.Tensor:
+        """The result or its cotangent as the graph has it."""
+        graph = self.split.forward
+        shape = [extent(d) for d in graph.nodes[graph.outputs[0]].shape]
+        return _stored(t, self.kind.query_order).contiguous().view(shape)
+
+    def _values(self, graph: KernelGraph, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        return [values[graph.nodes[i].name] for i in graph.inputs]
+
+
+def _stored(t: torch.Tensor, order: Order) -> torch.Tensor:
+    """A tensor ``[B, H, S, D]`` with its dimensions in the order of memory."""
+    return t if order is Order.HEADS else t.transpose(1, 2)
+
+
+def _logical(t: torch.Tensor, like: torch.Tensor, order: Order) -> torch.Tensor:
+    """A tensor in the order of memory as ``[B, H, S, D]``."""
+    b, h, s, d = like.shape
+    return t.view(b, h, s, d) if order is Order.HEADS else t.view(b, s, h, d).transpose(1, 2)
+
+
+# ------------------------------------------------------------------------------------------ passes
+
+_passes: Kept[tuple[object, ...], Passes] = Kept(KEPT_PLANS)
+_kernels: Kept[Kind, tuple[Runner, Runner]] = Kept(KEPT_KINDS)
+
+
+def _passes_of(r: Request) -> Passes:
+    key = (
+        *facts(r.query), *facts(r.key), *facts(r.value), *facts(r.key_lengths), r.causal, r.scale,
+        TABLE.changes,
+    )  # fmt: skip
+    return _passes.made(key, lambda: _made(r))
+
+
+def _made(r: Request) -> Passes:
+    orders = [order_of(t) for t in (r.query, r.key, r.value)]
+    for name, t, order in zip(_TENSORS, (r.query, r.key, r.value), orders, strict=True):
+        if order is None:
+            raise refusal(t, name)
+    order, *sides = (o for o in orders if o is not None)
+    extents = Extents(r.query.shape[0], r.query.shape[2], r.positions)
+    key, value = (Stored(o, r.positions) for o in sides)
+    kind = kind_of(r, order, key, value, r.key_lengths is not None).of(extents)
+    both = split(graph_of(kind), _TENSORS, save=["out", "lse"])
+    if r.query.device.type in KERNEL_DEVICES:
+        runners = _kernels.made_on(r.query.device, kind, "attention", lambda: _compiled(both))
+    else:
+        runners = _reference(kind, both.forward), _reference(kind, both.backward)
+    return Passes(kind, memory_of(kind, extents), both, *runners)
+
+
+def _compiled(both: Split) -> tuple[Runner, Runner]:
+    from cutesuper.pipeline import best_kernel
+
+    return best_kernel(both.forward), best_kernel(both.backward)
+
+
+def _reference(kind: Kind, graph: KernelGraph) -> Runner:
+    """The reference executor; data behind a length has no effect."""
+    names = [graph.nodes[i].name for i in graph.inputs]
+
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        values = dict(zip(names, inputs, strict=True))
+        if kind.lengths:
+            sides = cleared(kind, values["key"], values["value"], values["lengths"])
+            values |= dict(zip(("key", "value"), sides, strict=True))
+        return run_reference(graph, [values[n] for n in names])
+
+    return run
+
+
+# --------------------------------------------------------------------------------------- operators
+
+_library = torch.library.Library("cutesuper", "FRAGMENT")
+_OPTIONS = "bool is_causal, float? scale"
+_SIDES = "Tensor query, Tensor key, Tensor value, Tensor? key_lengths"
+_library.define(
+    f"attention_kept({_SIDES}, {_OPTIONS}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"attention_backward(Tensor cotangent, {_SIDES}, Tensor result, Tensor lse, {_OPTIONS}) -> "
+    "(Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _request(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Maybe, *options: Any
+) -> Request:
+    causal, scale = options
+    request = Request(query, key, value, lengths, None, None, None, causal, scale, 0.0)
+    check(request)
+    return request
+
+
+def _is_empty(r: Request) -> bool:
+    return 0 in (r.query.numel(), r.value.numel(), r.positions)
+
+
+def _sums(r: Request) -> torch.Tensor:
+    """An empty tensor like the logarithms of the sums of rows."""
+    b, h, n, _ = r.query.shape
+    group = (h // r.key_heads,) if h > r.key_heads else ()
+    heads = (r.key_heads, *group)
+    return r.query.new_empty((b, *heads, n, 1), dtype=torch.float32)
+
+
+def _keep(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    request = _request(*args)
+    if _is_empty(request):
+        return torch.zeros_like(result_of(request)), _sums(request).zero_()
+    query, key, value, lengths, *_ = args
+    passes = _passes_of(request)
+    y, lse = passes.keep((query, key, value), lengths)
+    return _logical(y, result_of(request), passes.kind.query_order), lse
+
+
+def _pull_back(cotangent: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    *sides, lengths, result, lse, causal, scale = args
+    request = _request(*sides, lengths, causal, scale)
+    if _is_empty(request):
+        return tuple(torch.zeros_like(t) for t in sides)
+    kept = {"out": result, "lse": lse, "cotangent": cotangent.to(result.dtype)}
+    return tuple(_passes_of(request).gradients(sides, lengths, kept))
+
+
+def _fake_keep(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    request = _request(*args)
+    return result_of(request), _sums(request)
+
+
+def _fake_pull_back(cotangent: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(t) for t in args[:3])
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *tensors, ctx.causal, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, cotangent: Maybe, _: Maybe) -> tuple[Maybe, ...]:
+    if cotangent is None:
+        return (None,) * 6
+    made = torch.ops.cutesuper.attention_backward.default(
+        cotangent, *ctx.saved_tensors, ctx.causal, ctx.scale
+    )
+    return (*made, None, None, None)
+
+
+def _differentiate_twice(ctx: Any, *cotangents: Maybe) -> Any:
+    del ctx, cotangents
+    raise GraphError(
+        "attention: its gradient cannot be differentiated again; leave out create_graph=True, or "
+        "use torch.nn.functional.scaled_dot_product_attention"
+    )
+
+
+for _name, _run, _fake in (
+    ("attention_kept", _keep, _fake_keep),
+    ("attention_backward", _pull_back, _fake_pull_back),
+):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _device)
+    torch.library.register_fake(f"cutesuper::{_name}", _fake, lib=_library)
+torch.library.register_autograd(
+    "cutesuper::attention_kept", _differentiate, setup_context=_remember, lib=_library
+)
+torch.library.register_autograd(
+    "cutesuper::attention_backward",
+    _differentiate_twice,
+    setup_context=lambda ctx, inputs, output: None,
+    lib=_library,
+)
+
+
+def attention_kept(
+    sides: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lengths: Maybe,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """The result of attention, recorded by autograd."""
+    return torch.ops.cutesuper.attention_kept.default(*sides, lengths, causal, scale)[0]
