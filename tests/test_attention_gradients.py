@@ -181,6 +181,23 @@ def test_the_search_finds_one_kernel_for_each() -> None:
     assert [type(p).__name__ for p in plans] == ["RowPlan", "SumsPlan", "SumsPlan"]
 
 
+def gated(rows: int = 8192) -> KernelGraph:
+    """A gated MLP with weights stored along short labels."""
+    g = new_kernel_graph()
+    x, c = g.new_input((rows, 64), name="x"), g.new_input((320, 128), name="c")
+    a, b = (g.new_input((320, 64), name=n) for n in "ab")
+    hidden = g.mul(g.silu(g.matmul(x, g.transpose(a))), g.matmul(x, g.transpose(b)))
+    g.mark_output(g.matmul(hidden, c))
+    return g
+
+
+def test_other_programs_of_the_same_form() -> None:
+    """Nothing here knows of attention: a gated MLP is two scores and a sum."""
+    found = search(gated(), H200, options=LOWERED, near=1.02).candidates[0]
+    [plan] = (make_plan(s, found.mugraph.tensors, H200) for s in found.mugraph.steps)
+    assert isinstance(plan, SumsPlan) and (len(plan.scores), len(plan.sums)) == (2, 1)
+
+
 # ------------------------------------------------------------------------------------------- plans
 
 

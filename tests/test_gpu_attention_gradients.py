@@ -19,8 +19,10 @@ from cutesuper.runtime.kernel import Kernel
 from cutesuper.skeletons.attention.sums.plan import SumsPlan
 from cutesuper.torch.ops.attention import gradient
 from cutesuper.verify.numeric import acceptable
+from tests import zoo
 from tests.attention_reference import visible
-from tests.test_attention_gradients import attention
+from tests.test_attention_gradients import attention, gated
+from tests.test_gpu import check
 from tests.test_gpu_ops_attention import poisoned
 
 pytestmark = pytest.mark.gpu
@@ -154,6 +156,13 @@ def test_a_kernel_of_the_graph() -> None:
     eager = call.by_torch(sides, cotangent, torch.bfloat16)[1:]
     for mine, want, other in zip(found, wanted, eager, strict=True):
         assert acceptable(mine, want, other, torch.bfloat16)
+
+
+def test_a_gated_mlp() -> None:
+    """The same loop without masks and vectors, and a last tile that reaches past the end."""
+    kernel = cs.superoptimize(gated())
+    assert isinstance(kernel.kernels[0].plan, SumsPlan)
+    check(kernel, zoo.draw(kernel.graph, 3, "cuda"))
 
 
 def test_two_kernels_and_a_sum() -> None:
