@@ -293,11 +293,12 @@ def check_definition(call: str, graph: KernelGraph) -> None:
 
     Raises:
         GraphError: the graph is not complete.
-        ShapeError: a tensor is too large for 32-bit offsets.
+        ShapeError: an input or output is too large for 32-bit offsets. What lies between kernels is
+            checked when it is allocated: the scores of attention may be larger, and are not stored.
     """
     check_graph(call, graph)
     check_kernel_graph(graph)
-    for node in graph.nodes:
+    for node in (graph.nodes[i] for i in (*graph.inputs, *graph.outputs)):
         if not any(isinstance(d, Symbol) for d in node.shape):
             check_size(f"{call}: tensor {node.name}", [extent(d) for d in node.shape])
 

@@ -68,7 +68,8 @@ def test_greedy_tokens(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -
         seen.clear()
         made = cs.generate(of, PROMPTS, shown, max_new_tokens=NEW)
         assert_likeliest(model, made, shown)
-        assert len(seen) == NEW - 3 and len(set(seen)) == 1
+        # programs of patched models are timed in graphs too, before the steps' graph is replayed
+        assert seen.count(seen[-1]) == NEW - 3 and set(seen[-(NEW - 3) :]) == {seen[-1]}
 
 
 def test_a_decoder_takes_one_batch_after_the_other() -> None:

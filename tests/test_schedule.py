@@ -550,7 +550,7 @@ GOOD = schedule_dict(MatmulSchedule(4))
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (None, "'kind' must be one of matmul, attention, rows"),
+        (None, "'kind' must be one of matmul, attention, attention sums, rows"),
         ([], "'kind' must be one of"),
         ({}, "'kind' must be one of"),
         ({"kind": "columns"}, "'kind' must be one of"),

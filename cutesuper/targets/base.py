@@ -84,6 +84,8 @@ class Rates:
         copied_bytes_per_us: bytes per microsecond that threads of one SM copy into shared memory,
             of operands that bulk loads cannot address.
         tensor_overlap: the same of the tensor cores with all else.
+        latency_us: from the request of a stage until it is there, while the memory is busy.
+        reread: part of the weights that comes from memory again where many row tiles read them.
         first_stage: part of the first stage that nothing hides.
         block_us: a further block of an SM: barriers, first loads.
         store_us: epilogue time of 1024 accumulators.
@@ -112,6 +114,8 @@ class Rates:
     overlap: float
     copied_bytes_per_us: float
     tensor_overlap: float
+    latency_us: float
+    reread: float
     first_stage: float
     block_us: float
     store_us: float
@@ -138,8 +142,9 @@ class WideRates:
     Attributes:
         rows: from which on they hold.
         l2_bandwidth, tensor_flops: as of `Target`.
-        sm_bytes_per_us, overlap, tensor_efficiency, half_area, cluster_store_us,
-            exchange_us_per_kb: as of `Rates`; the tensor cores overlap like all else.
+        sm_bytes_per_us, overlap, latency_us, reread, tensor_efficiency, half_area,
+            cluster_store_us, exchange_us_per_kb: as of `Rates`; the tensor cores overlap like all
+            else.
     """
 
     rows: int
@@ -147,6 +152,8 @@ class WideRates:
     tensor_flops: float
     sm_bytes_per_us: float
     overlap: float
+    latency_us: float
+    reread: float
     tensor_efficiency: float
     half_area: float
     cluster_store_us: float

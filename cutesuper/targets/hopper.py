@@ -96,10 +96,13 @@ RATES = Rates(
     # 48 blocks at 2x4096x6144 take 17 beside the fixed cost, where the memory alone takes 11.6 and
     # the SMs alone 13; 96 blocks take 11.7
     overlap=4,
-    # estimate: some 90 instructions for 32 pieces of 16 bytes, two in a cycle at 1.75 GHz
-    copied_bytes_per_us=20e3,
+    # 4095^3 takes 1170 in tiles of 176x128 that copy both operands, 16x4097x4095 26.7
+    copied_bytes_per_us=12.5e3,
     # estimate: products of up to 64 rows wait for memory
     tensor_overlap=inf,
+    # few rows: one row tile, and rings that hold what the memory has on its way
+    latency_us=0.0,
+    reread=0.0,
     # K tiles of 128 and 256 take 10.1 and 10.2 at 16x4096x4096, 4.1 and 4.3 at 2048x512x256
     first_stage=0.5,
     # 28.6 with 112 blocks of 8x128, 29.7 with 224 of 8x64 (1x4096x14336)
@@ -142,27 +145,23 @@ RATES = Rates(
     },
 )  # fmt: skip
 
-#: Products alone in bf16, cold L2, plain launches: 30 of 96 to 8192 rows, 4096x4096, 4096x14336 and
-#: 14336x4096 (docs/notebook/matmul.md), fitted together; the median error is 2.5%, the largest of
-#: tiles that exist as a whole 6%. Rings had 4 or 5 stages.
+#: Products alone in bf16, cold L2, plain launches: 107 schedules of 33 shapes, 96 to 8192 rows by
+#: 4096x4096, 4096x14336 and 14336x4096, in one run on an H200 (docs/notebook/matmul.md), fitted
+#: together: the root of the mean square error is 4.7%.
 WIDE = WideRates(
     rows=65,
-    # 192x14336x4096 takes 59.7 in 132 blocks of 64x192 that read 484 MB, 128x14336x4096 41.0 and
-    # 352 MB; 2048x4096x4096 89.2 in walks of pairs
-    l2_bandwidth=11.25e12,
-    # 1024x4096x4096: 46.9 in 128 tiles of 128x256, of which the loop takes 42.5
-    tensor_flops=1.0e15,
-    # 64 bytes per cycle: 384x14336x4096 takes 86.8 in 96 tiles of 128x128, 85 KB in each us
-    sm_bytes_per_us=120e3,
-    overlap=3.57,
+    l2_bandwidth=21e12,
+    tensor_flops=0.763e15,
+    sm_bytes_per_us=237e3,
+    overlap=5.05,
+    # 4096x4096x14336: 756 in tiles of 192x256 and 3 stages, 708 in 128x256 and 4
+    latency_us=0.873,
+    # 192x14336x4096: 50.3 in two row tiles of 96x128, 39.2 in one of 192x64
+    reread=0.992,
     tensor_efficiency=1.0,
-    # 512x14336x4096: 92.9 in tiles of 128x128, 82.5 times the area of 128x256 would take
-    half_area=1870,
-    # 256x4096x4096: 22.4 in pairs of 128x128 that share K, and send 32 KB each
-    cluster_store_us=0.135,
-    # estimate: 0.149 was measured where lanes met in the same banks, on both sides (4.7 us for the
-    # 32 KB of 128x128 in pairs); 64 KB at 64 bytes per cycle, a barrier and a latency are 1.5 to 3
-    exchange_us_per_kb=0.09,
+    half_area=187,
+    cluster_store_us=0.127,
+    exchange_us_per_kb=0.0762,
 )
 
 #: folder of the settings measured on this architecture

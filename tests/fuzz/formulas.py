@@ -162,7 +162,7 @@ def _slice(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype
 @formula("causal_mask")
 def _causal_mask(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     rows, columns = m.value(args[0]).shape[-2:]
-    offset = columns - rows if a["alignment"] == "bottom_right" else 0
+    offset = max(0, columns - rows) if a["alignment"] == "bottom_right" else 0
     keep = torch.ones(rows, columns, dtype=torch.bool).tril(offset)
     return m.where(keep, args[0], -torch.inf)
 

@@ -25,23 +25,15 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
     r, blocks = target.rates, plan.program.blocks()
     slots = plan.cluster_size * target.clusters[plan.cluster_size]
     at_once = slots * _resident(plan, target)
-    moved = plan.moved_bytes * (1 + r.piece_bytes / _piece(plan))
-    causes = (
-        "memory",
-        "ingest",
-        "l2",
-        "iterations",
-        "tensor",
-        *["copies"] * bool(plan.copied_tiles),
-    )
-    parts = dict.fromkeys(causes, 0.0)
+    moved = plan.moved_bytes * (1 + r.piece_bytes / _piece(plan)) + r.reread * _reread_bytes(plan)
+    parts = dict[str, float]()
     own = _staged_us(plan, target), _tensor_us(plan, target)
     busy = 0.0
     for times, active in ((blocks // at_once, at_once), (1, blocks % at_once)):
         if not times * active:
             continue
         wave = _wave(plan, target, active, moved * active / blocks, own)
-        parts = {cause: us + times * wave[cause] for cause, us in parts.items()}
+        parts = {cause: parts.get(cause, 0.0) + times * us for cause, us in wave.items()}
         tensor = wave.pop("tensor")
         rest = overlapped(r.overlap, *wave.values())
         busy += times * overlapped(r.tensor_overlap, rest, tensor)
@@ -74,6 +66,7 @@ def _wave(
     on_one = loop * active / max(1, min(target.sms, active))  # iterations of blocks on one SM
     # blocks that load the row tile together read a part of it each
     read = plan.stage_bytes - plan.row_bytes * (1 - 1 / plan.schedule.share_rows)
+    copied = plan.stage_bytes - plan.bulk_bytes
     return {
         "memory": moved / target.bandwidth * 1e6,
         "ingest": on_one * plan.stage_bytes / r.sm_bytes_per_us,
@@ -82,8 +75,23 @@ def _wave(
         # 10.9 in 32 iterations and 10.5 in 16
         "iterations": loop * r.iteration_us * (1 + len(plan.tails)) + on_one * own[0],
         "tensor": on_one * own[1],
-        "copies": on_one * (plan.stage_bytes - plan.bulk_bytes) / r.copied_bytes_per_us,
-    }
+    } | {  # what few kernels have
+        cause: on_one * us for cause, us in (
+            ("copies", copied / r.copied_bytes_per_us),
+            ("latency", r.latency_us / max(1, plan.schedule.stages - 1)),
+        ) if us
+    }  # fmt: skip
+
+
+def _reread_bytes(plan: MatmulPlan) -> float:
+    """Bytes of the weights that row tiles read after the first one; with many of them, all."""
+    views = {v.argument: v for v in plan.columns.values()}
+    shapes = (plan.arguments[a].shape for a in views)
+    whole = sum(
+        plan.itemsize(v) * prod(map(extent, s)) for v, s in zip(views.values(), shapes, strict=True)
+    )
+    tiles = ceil_div(extent(plan.program.dims[plan.row]), plan.tile[0])
+    return whole * (1 - 1 / tiles)
 
 
 def _piece(plan: MatmulPlan) -> int:
