@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
     ),
     "walks with a residual": (
         Linear(200, 256, 328, 72, 128, 64, norm=False, residual=True),
-        {"persistent": 3, "stages": 3, "head": 3, "fetch": 2, "pieces": 2},
+        {"persistent": 3, "stages": 3, "head": 3, "pieces": 2},
     ),
     "many pieces in flight": (
         Linear(300, 320, 264, 144, 128, 64, residual=True),

@@ -555,10 +555,7 @@ GOOD = schedule_dict(MatmulSchedule(4))
         ({}, "'kind' must be one of"),
         ({"kind": "columns"}, "'kind' must be one of"),
         ({"kind": ["matmul"]}, "'kind' must be one of"),
-        (
-            {"kind": "matmul"},
-            "missing or unknown fields: bulk_store, dependent_launch, fetch, head",
-        ),
+        ({"kind": "matmul"}, "missing or unknown fields: bulk_store, dependent_launch, head"),
         ({**GOOD, "depth": 1}, "missing or unknown fields: depth"),
         ({**GOOD, "kind": "rows"}, "RowSchedule: missing or unknown fields"),
         ({**GOOD, "stages": "4"}, "stages='4' is not a int"),
@@ -596,7 +593,7 @@ def test_keys_see_everything_else() -> None:
     keys += [key_of(base, constants="W"), key_of(base, dependent_launch=True)]
     given, tall = MatmulSchedule(4, 1, 4), replace(base, tile_m=32)
     others = {"share_rows": 2, "persistent": 132, "helpers": 2, "stages": 3, "head": 3}
-    others |= {"pieces": 3, "fetch": 4}
+    others |= {"pieces": 3}
     for knob, old in asdict(given).items():
         other = replace(given, **{knob: others.get(knob, not old)})
         if other.bulk_store:  # its pieces have 32 rows; 4 stages are what `tall` has anyway

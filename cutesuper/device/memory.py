@@ -137,11 +137,6 @@ def bulk_load(
     cute.copy(atom, source, target, tma_bar_ptr=barrier.pointer, **options)
 
 
-def fetch_tile(atom: cute.CopyAtom, source: cute.Tensor) -> None:
-    """Ask for a tile of `bulk_load`, into L2; called by a warp."""
-    cute.prefetch(atom, source)
-
-
 def bulk_store(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor) -> None:
     """Start one TMA store, a group of its own; called by one warp."""
     cute.copy(atom, source, target)

@@ -45,8 +45,6 @@ class MatmulSchedule(Schedule):
             is in their warpgroup, and 384 threads instead of 512 keep 168 registers each.
         pieces: of each warpgroup in shared memory, on their way to it or to memory: one that comes
             waits for the one whose place it takes.
-        fetch: iterations ahead of the loads at which column operands are asked for, into L2: more
-            than the ring holds may be on the way from memory then. 0 asks for nothing.
         bulk_store: tiles leave through bulk stores of pieces of 32 rows and 64 columns. At
             300x4096x4096 31.1 us, 32.9 through the ring; elsewhere equal. Blocks that walk need
             it, since their ring holds the next tile by then.
@@ -61,7 +59,6 @@ class MatmulSchedule(Schedule):
         "persistent": lambda s: (0,) if s.persistent else (),
         "helpers": lambda s: (6 - s.helpers,),
         "pieces": lambda s: (6 - s.pieces,),
-        "fetch": lambda s: (2 * s.stages, s.stages) if not s.fetch else (0,),
     }
 
     stages: int
@@ -73,7 +70,6 @@ class MatmulSchedule(Schedule):
     helpers: int = 4
     bulk_store: bool = False
     pieces: int = 2
-    fetch: int = 0
 
     def settled(self, old: MatmulSchedule, knob: str) -> MatmulSchedule:
         """This schedule, adjusted: the producer fills no more stages ahead than there are."""
@@ -110,7 +106,6 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
     tiled = _with_tiles(plan, schedule, target)
     persistent = tiled.persistent if plan.iterations > stages else 0
     head = min(SETTINGS.choose(target, "ahead")["stages"], stages)
-    fetch = SETTINGS.choose(target, "fetch", rows=rows)["rings"] * stages
     left = target.shared_bytes - stages * plan.slot_bytes
     deep = plan.many_rows and plan.fixed_bytes(replace(schedule, pieces=DEEP_PIECES)) <= left
     return replace(
@@ -118,7 +113,6 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
         stages=stages,
         head=head,
         persistent=persistent,
-        fetch=fetch,
         pieces=DEEP_PIECES if deep else schedule.pieces,
     )
 

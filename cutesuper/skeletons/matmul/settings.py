@@ -21,8 +21,6 @@ SETTINGS = Settings(
         "ring": Decision(("dependent_launch", "rows"), {"bytes": 0, "stages": 2}),
         # stages that the producer fills before the block's first barrier
         "ahead": Decision((), {"stages": 0}),
-        # how far ahead of the loads weights are asked for, into L2, in lengths of the ring
-        "fetch": Decision(("rows",), {"rings": 0}),
         # by the rows of a tile: neighbouring blocks along the columns that load it together, where
         # there are `full` tiles at least for each that the last cluster lacks; blocks may walk
         "share": Decision(("rows",), {"walk": 0, "blocks": 1, "full": 1}),

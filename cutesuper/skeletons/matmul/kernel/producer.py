@@ -9,14 +9,7 @@ import cutlass
 import cutlass.cute as cute
 
 from cutesuper.device.launch import wait_for_predecessor
-from cutesuper.device.memory import (
-    EVICT_FIRST,
-    EVICT_LAST,
-    bulk_load,
-    fetch_tile,
-    partition,
-    tile_atom,
-)
+from cutesuper.device.memory import EVICT_FIRST, EVICT_LAST, bulk_load, partition, tile_atom
 from cutesuper.skeletons.kernel.arguments import labelled
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
 from cutesuper.skeletons.matmul.kernel.context import Known, Loads, Memory
@@ -167,7 +160,6 @@ class Producer:
             self.load_stage(loads, memory, tile, i, at.stage, True)
             if cutlass.const_expr(self.k.dependent):
                 self.load_stage(loads, memory, tile, i, at.stage, False)
-            self.fetch(loads, tile, i + self.k.plan.schedule.fetch)
             at = ring.next(at)
         return at
 
@@ -227,19 +219,6 @@ class Producer:
                 source = sources[i][None, depth]
                 bulk_load(atoms[i], source, slots[i][None, stage], full, EVICT_LAST)
         self.load_inner(loads, full, tile, depth, stage, early)
-
-    @cute.jit
-    def fetch(self, loads, tile, iteration):
-        """Ask for the column operands of an iteration to come, if there is one."""
-        k, plan = self.k, self.k.plan
-        if cutlass.const_expr(plan.schedule.fetch > 0):
-            if iteration < plan.iterations:
-                depth = tile.rank * plan.iterations + iteration
-                for w, view in enumerate(plan.columns.values()):
-                    at = tuple(tile.batch[d] for d in k.batch_of(view))
-                    for b in cutlass.range_constexpr(k.blocks):
-                        place = (None, tile.column * k.blocks + b, depth, *at)
-                        fetch_tile(loads.atoms[w], loads.sources[w][place])
 
     @cute.jit
     def load_inner(self, loads, full, tile, depth, stage, early: cutlass.Constexpr):
