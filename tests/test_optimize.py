@@ -27,7 +27,7 @@ from cutesuper.errors import (
     ShapeError,
 )
 from cutesuper.ir.block import LOAD, MuGraph
-from cutesuper.pipeline import Options, choose, current_target
+from cutesuper.pipeline import Options, check_definition, choose, current_target
 from cutesuper.runtime.checks import Signature
 from cutesuper.runtime.kernel import BUCKETS, Kernel, bucket_of
 from tests import zoo
@@ -489,6 +489,14 @@ def test_the_norm_of_another_row_is_rejected() -> None:
         assert not verdict
         swapped = tuple(reversed(op.attributes["map"]))
         assert not cs.verify(g, changed(mu, i, attributes={**op.attributes, "map": swapped}))
+
+
+def test_scores_may_be_larger_than_any_tensor() -> None:
+    """32 heads of 8192 x 8192 scores are 2^31 elements, which no kernel stores."""
+    g = cs.new_kernel_graph()
+    q, k, v = (g.new_input((32, 8192, 64), "bfloat16", n) for n in "qkv")
+    g.mark_output(g.softmax(q @ g.transpose(k)) @ v)
+    check_definition("superoptimize", g)
 
 
 def test_tensors_beyond_32_bit_offsets_are_refused() -> None:
