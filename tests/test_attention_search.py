@@ -128,7 +128,7 @@ ONE_KERNEL: dict[str, Made] = {
     "no maximum": lambda: attention(maximum=False),
     "head dimension 72": lambda: attention(d=72),
     "head dimension 96": lambda: attention(d=96),
-    "head dimension 256": lambda: attention(d=256),
+    "head dimension 256": lambda: attention(batch=16, d=256),
     "keys that nothing divides": lambda: attention(keys=4104),
     "an epilogue": lambda: attention(tail=True),
     "norms of Q and K": lambda: attention(norms="qk", key_rows=True),

@@ -23,7 +23,7 @@ from benchmarks.device import environment
 from benchmarks.isolate import Job, Lost, Telling, Worker
 from benchmarks.peers import Implementation, Launcher
 from benchmarks.workloads import RANKED
-from cutesuper.errors import CompileError
+from cutesuper.errors import CompileError, SearchError
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.planner import make_plan
@@ -187,6 +187,13 @@ def test_what_cannot_be_searched_planned_or_compiled_says_why(monkeypatch):
         assert keep_errors
         return [CompileError("kernel ranked: ptxas died") for _ in requests]
 
+    def pool_of_others(graph, target):
+        if graph.nodes[0].shape == (4, 63):
+            raise SearchError("no kernel can run it")
+        return pool(graph, target)
+
+    pool = candidates.pool
+    monkeypatch.setattr(candidates, "pool", pool_of_others)
     monkeypatch.setattr(candidates, "make_plan", refuse)
     monkeypatch.setattr(candidates, "compile_many", compile_none)
     good, bad = candidates.prepare(

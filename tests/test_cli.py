@@ -166,7 +166,7 @@ def test_wrong_shapes(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give M x K x N, e.g. 16x4096x6144" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shape", ["0x128x64", "16x-128x64", "16x128x60"])
+@pytest.mark.parametrize("shape", ["0x128x64", "16x-128x64", "16x128x0"])
 def test_shapes_that_no_kernel_has(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--shape", shape]) == 1
     assert "cutesuper: " in capsys.readouterr().err
