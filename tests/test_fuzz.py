@@ -32,7 +32,7 @@ from tests.ptx.run import PtxError, TooLarge
 
 ROOT = Path(__file__).parent.parent
 #: seconds that the random programs of this file may take, and how many of each front there are
-SECONDS, PROGRAMS = 45.0, 36
+SECONDS, PROGRAMS = 30.0, 36
 #: programs that are right or refused on a machine without a GPU, whatever it is: no time decides
 CALM = Settings(budget_s=None, keep=2, limit_s=300.0, slow_s=300.0)
 
