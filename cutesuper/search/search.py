@@ -289,9 +289,7 @@ class _Search:
         if summed is not None:
             yield Flat(summed)
         if self.options.lowered:
-            # kernels that compute scores again hide by position only
-            hides = any(n.facets.hides for n in self.graph.nodes)
-            for n, (graph, groups) in enumerate(() if hides else recomputed(self.graph)):
+            for n, (graph, groups) in enumerate(recomputed(self.graph)):
                 yield Flat(graph, groups=groups, last_resort=n > 0)
         else:
             for groups in _groups(len(self.graph.outputs)):

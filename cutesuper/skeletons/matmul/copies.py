@@ -28,7 +28,7 @@ IN_FLIGHT = 32 * 1024
 
 
 def unaligned(views: Mapping[int, View]) -> dict[int, View]:
-    """Those of some operands, by operation, that bulk loads cannot address."""
+    """The operands, by operation, that bulk loads cannot address."""
     return {op: view for op, view in views.items() if step(view) < PIECE}
 
 

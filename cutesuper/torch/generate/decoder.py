@@ -135,7 +135,7 @@ class Decoder:
     def _logits(
         self, tokens: Tensor, mask: Any, position: Tensor, cache: Any, **options: Any
     ) -> Tensor:
-        """Of the last tokens, float32 ``[B, V]``."""
+        """The logits of the last tokens, float32 ``[B, V]``."""
         made = self._model(
             input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
             use_cache=True, return_dict=True, **options,

@@ -58,7 +58,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class State:
-    """What a step reads and writes, always in the same memory.
+    """The tensors that a step reads and writes, always in the same memory.
 
     Attributes:
         token: int64 ``[B, 1]``, the latest of each sequence.

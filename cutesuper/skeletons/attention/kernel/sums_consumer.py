@@ -26,7 +26,7 @@ from cutesuper.skeletons.kernel.arguments import dtype_of
 
 @dataclass(frozen=True)
 class SumsThread:
-    """What a consumer thread reads.
+    """The values that a consumer thread reads while it works.
 
     Attributes:
         memory: of the block.
@@ -75,7 +75,7 @@ class Registers:
 
 @dataclass(frozen=True)
 class OwnRows:
-    """What a thread knows of its two rows.
+    """The two rows of a thread.
 
     Attributes:
         at: their positions.

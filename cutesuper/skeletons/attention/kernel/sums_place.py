@@ -126,8 +126,8 @@ class Places:
     def windows(
         self, place: Place, first: Any, count: int, tensors: list[cute.Tensor]
     ) -> tuple[Any, Any, Any, Any]:
-        """Of some rows the least and the largest begin of what one sees, the least and the largest
-        end: they are those of the first and the last row."""
+        """Ranges that ``count`` rows see: the least and the largest begin, then the least and the
+        largest end, which are those of the first and the last row."""
         last = cutlass.min(first + count, self.extents.of(self.plan.rows, tensors)) - 1
         (low, high), (low2, high2) = self.window(place, first), self.window(place, last)
         return (
