@@ -141,6 +141,9 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
     "log_softmax, summed": (lambda g, x: g.sum(g.log_softmax(x), 1), ((3, 4),)),
     "logsumexp": (lambda g, x: g.logsumexp(x), ((3, 4),)),
     "root": (lambda g, x: g.root(g.sum(g.square(x), 1)) * x, ((3, 4),)),
+    "log1p_exp": (lambda g, x: g.log1p_exp(x) * x, ((3, 4),)),
+    "leaky_relu": (lambda g, x: g.leaky_relu(x, 0.25) * x, ((3, 4),)),
+    "hardtanh": (lambda g, x: g.hardtanh(x, 0.6, 1.2) * x, ((5, 6),)),
     "logsumexp, rows": (lambda g, x, y: g.logsumexp(x, 1) * y, ((2, 3, 4), (2, 3, 4))),
     "rms_norm, weight": (lambda g, x, y: g.rms_norm(x, y, eps=0.1), ((2, 3, 4), (4,))),
     "rms_norm, no eps": (lambda g, x, y: g.rms_norm(x, y, eps=0), ((3, 4), (4,))),
@@ -313,6 +316,9 @@ def test_kinks_are_pytorchs() -> None:
     assert gradient_at(lambda g, x: g.clamp(x, -1, 2), [-2, -1, 0, 2, 3]) == [0, 1, 1, 1, 0]
     inf = float("inf")
     assert gradient_at(lambda g, x: g.clamp(x, -inf, 2), [-9, 2, 3]) == [1, 1, 0]
+    assert gradient_at(lambda g, x: g.hardtanh(x, -1, 2), [-2, -1, 0, 2, 3]) == [0, 0, 1, 0, 0]
+    assert gradient_at(lambda g, x: g.leaky_relu(x, 0.25), [-1, 0, 1]) == [0.25, 0.25, 1]
+    assert gradient_at(lambda g, x: g.log1p_exp(x), [-inf, 0, inf]) == [0, 0.5, 1]
 
 
 def test_repeated_values_do_not_look_at_the_operand() -> None:

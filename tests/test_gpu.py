@@ -337,14 +337,15 @@ CHAINS: dict[str, KernelGraph] = {
     "gated hidden": gated_hidden("bfloat16"),
     "dlrm": zoo.dlrm(cs.symbol("M", 300), 1000, 200),
     "softmax along columns": zoo.softmax_linear(60, 520, 1000, "bfloat16"),
-    "norm along columns": zoo.rms_norm_of_product(cs.symbol("M", 300), 1000, 1000),
+    "norm along columns": zoo.rms_norm_of_product(cs.symbol("M", 200), 1000, 1000),
     "product and maximum": product_and_maximum("float16"),
 }
 
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains(name: str) -> None:
-    """Right, and the same bits in every run; it is one kernel for the rows that it was made for."""
+    """Right, and the same bits in every run; it is one kernel for the rows that it was made for (a
+    norm along columns for up to 256)."""
     graph = CHAINS[name]
     kernel = small(graph)
     assert len(kernel.kernels) == 1
@@ -355,6 +356,19 @@ def test_chains(name: str) -> None:
         for _ in range(10):
             again = run(kernel, inputs)
             assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("between", [False, True], ids=["outermost", "between"])
+def test_a_product_is_repeated_along_a_label_that_no_operand_has(between: bool) -> None:
+    """Each of the five copies is stored, not only the first."""
+    g = cs.new_kernel_graph()
+    lead = (2, 1) if between else (1,)
+    x, w = g.new_input((*lead, 8, 64), "float16"), g.new_input((64, 72), "float16")
+    more = g.new_input((*lead[:-1], 5, 8, 72), "float16")
+    g.mark_output(g.matmul(x, w) + more)
+    kernel = cs.superoptimize(g)
+    check(kernel, zoo.draw(g, 1, "cuda"))
 
 
 @pytest.mark.parametrize("name", ["lora", "grouped attention", "relu mlp"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import cutesuper as cs
 from cutesuper.errors import GraphError, OptionError, SearchError, ShapeError, TraceError
+from cutesuper.ir.evaluate import run_reference
 from cutesuper.torch.compile import trace
 from cutesuper.torch.compile.partition import partition
 from tests.tracing import (
@@ -545,3 +546,27 @@ def test_arguments_of_another_kind_are_refused() -> None:
         cs.superoptimize(double)(x.numpy())
     with pytest.raises(OptionError, match=r"explain\(str, ...\): give it a module or a function"):
         cs.explain("double", (x,))  # type: ignore[arg-type]
+
+
+SLOPES = {
+    "relu": F.relu, "relu6": F.relu6, "leaky relu": F.leaky_relu, "elu": F.elu, "selu": F.selu,
+    "celu": F.celu, "softplus": F.softplus, "mish": F.mish, "log sigmoid": F.logsigmoid,
+    "softsign": F.softsign, "hardsigmoid": F.hardsigmoid, "hardswish": F.hardswish,
+    "hardtanh": F.hardtanh, "softshrink": F.softshrink, "hardshrink": F.hardshrink,
+    "threshold": lambda x: F.threshold(x, 1.0, 2.0), "abs": torch.abs,
+    "clamp": lambda x: x.clamp(-1, 3), "maximum": lambda x: torch.maximum(x, 0.5 * x),
+    "logits": lambda x: F.binary_cross_entropy_with_logits(x, x * 0, reduction="none"),
+    "smooth l1": lambda x: F.smooth_l1_loss(x, 0.5 * x, reduction="none"),
+    "huber": lambda x: F.huber_loss(x, 0.5 * x, reduction="none"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_where_pieces_meet(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """PyTorch's, also at the very points where a function is put together."""
+    x = torch.tensor([[0.0, -0.0, 1, -1, 0.5, -0.5, 2, -2, 3, -3, 4, 6, 20]], requires_grad=True)
+    program = traced(monkeypatch, SLOPES[name], (x.detach(),))
+    [graph] = [r.kernel.graph for r in program.regions]
+    [found] = run_reference(cs.grad(graph), [x.detach(), torch.ones(x.shape)])
+    SLOPES[name](x).sum().backward()
+    torch.testing.assert_close(found, x.grad)

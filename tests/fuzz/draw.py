@@ -340,10 +340,10 @@ def _div(d: Draw, op: Operator) -> None:
     d.step("div", i, j)
 
 
-@recipe("clamp")
+@recipe("clamp", "hardtanh")
 def _clamp(d: Draw, op: Operator) -> None:
     low, high = sorted(d.rng.choice((-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0)) for _ in range(2))
-    d.step("clamp", d.value(), min=low, max=high)
+    d.step(op.name, d.value(), min=low, max=high)
 
 
 @recipe("convert")
@@ -543,6 +543,11 @@ def _norm(d: Draw, op: Operator) -> None:
     most = 1 if op.name == "rms_norm" else 2
     more = [d.source((n,), "positive") for _ in range(d.rng.randint(0, most))]
     d.step(op.name, i, *more, eps=d.rng.choice((1e-6, 1e-5, 1e-3, 0.0)))
+
+
+@recipe("leaky_relu")
+def _leaky_relu(d: Draw, op: Operator) -> None:
+    d.step("leaky_relu", d.value(), negative_slope=d.rng.choice((0.0, 0.01, 0.25, 2.0, -1.0)))
 
 
 @recipe("root")

@@ -29,12 +29,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "root": torch.sqrt,
     "rsqrt": torch.rsqrt,
     "square": lambda x: x * x,
-    "silu": lambda x: x * torch.sigmoid(x),  # of -inf NaN, as in PyTorch
     "relu": lambda x: x.relu(),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "erf": torch.erf,
     "log1p": torch.log1p,
+    "log1p_exp": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
     "expm1": torch.expm1,
     "sin": torch.sin,
     "cos": torch.cos,
@@ -89,9 +89,23 @@ def _elementwise(name: str, f: Callable[..., Tensor]) -> Formula:
 FORMULAS |= {name: _elementwise(name, f) for name, f in (FUNCTIONS | PAIRS).items()}
 
 
+@formula("silu")
+def _silu(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """x times a sigmoid, which underflows in float32 before the product does; of -inf NaN, as in
+    PyTorch."""
+    return m.function(torch.mul, args[0], m.function(torch.sigmoid, args[0]))
+
+
 @formula("clamp")
+@formula("hardtanh")
 def _clamp(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     return m.function(lambda x: x.clamp(a["min"], a["max"]), args[0], exact=True)
+
+
+@formula("leaky_relu")
+def _leaky_relu(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    leaky = torch.nn.functional.leaky_relu
+    return m.function(lambda x: leaky(x, a["negative_slope"]), args[0])
 
 
 @formula("convert")

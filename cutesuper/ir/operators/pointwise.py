@@ -296,8 +296,8 @@ class Clamp(_Unary):
             low, high = float(full["min"]), float(full["max"])
         except (TypeError, ValueError, OverflowError):
             raise OperatorError(
-                f"clamp(min={full['min']!r}, max={full['max']!r}): both must be numbers"
+                f"{self.name}(min={full['min']!r}, max={full['max']!r}): both must be numbers"
             ) from None
         if not low <= high:
-            raise OperatorError(f"clamp(min={low:g}, max={high:g}): min must not exceed max")
+            raise OperatorError(f"{self.name}(min={low:g}, max={high:g}): min must not exceed max")
         return {"min": low, "max": high}

@@ -171,13 +171,15 @@ class Roles:
                 f"{self.where}: an operand has two labels that are tiled; only "
                 "one row label and one column label can be"
             )
-        self.batch = tuple(d for d in self.program.dims if d in batch)
         sides = [(free_a, free_b, 1), (free_b, free_a, 0)]
         sides.sort(key=lambda s: (not self._reduced_after(s[1]), not self._last_in_store(s[1])))
         for rows, columns, side in sides:
             if self._fits(rows, columns, ops[reference].inputs[1 - side]):
                 self.row, self.column = rows[0], columns[0]
                 self.sure = columns == sides[0][1]
+                inner = {self.row, self.column, self.contracted, *self.hidden}
+                # also labels that no operand has: an epilogue that repeats a product
+                self.batch = tuple(d for d in self.program.dims if d not in inner)
                 return
         raise LoweringError(
             f"{self.where}: no orientation fits: one operand of every product must be a tensor in "

@@ -369,16 +369,11 @@ def _trunc(g: KernelGraph, x: Tensor) -> Operand:
 
 
 def _softplus(g: KernelGraph, x: Tensor, beta: float = 1, threshold: float = 20) -> Operand:
-    """max(b x, 0) + log1p(exp(-|b x|)), over b: nothing overflows. Above the threshold PyTorch
-    returns x, which is this value rounded."""
-    scaled = x if beta == 1 else g.mul(x, float(beta))
-    tail = g.log1p(g.exp(g.mul(absolute(g, scaled), -1.0)))
-    y = g.add(g.relu(scaled), tail)
-    return y if beta == 1 else g.div(y, float(beta))
-
-
-def _leaky_relu(g: KernelGraph, x: Tensor, negative_slope: float = 0.01) -> Operand:
-    return g.sub(g.relu(x), g.mul(g.relu(g.mul(x, -1.0)), float(negative_slope)))
+    """log(1 + exp(b x)) over b. Above the threshold PyTorch returns x, which is this value
+    rounded."""
+    if beta == 1:
+        return g.log1p_exp(x)
+    return g.div(g.log1p_exp(g.mul(x, float(beta))), float(beta))
 
 
 def _xlogy(g: KernelGraph, x: Operand, y: Operand) -> Operand:
@@ -398,7 +393,7 @@ def _elu(
 
 
 def _hardsigmoid(g: KernelGraph, x: Tensor) -> Operand:
-    return g.div(g.clamp(g.add(x, 3.0), 0.0, 6.0), 6.0)
+    return g.div(g.hardtanh(g.add(x, 3.0), 0.0, 6.0), 6.0)
 
 
 def _addcmul(g: KernelGraph, x: Operand, y: Operand, z: Operand, value: float = 1) -> Operand:
@@ -515,18 +510,19 @@ enter_all({
     "aten.ceil.default": _unary(lambda g, x: g.mul(g.floor(g.mul(x, -1.0)), -1.0)),
     "aten.trunc.default": _unary(_trunc),
     "aten.abs.default": _unary(absolute),
-    "aten.relu6.default": _unary(lambda g, x: g.clamp(x, 0.0, 6.0)),
+    "aten.relu6.default": _unary(lambda g, x: g.hardtanh(x, 0.0, 6.0)),
     "aten.gelu.default": _unary(_gelu, "approximate"),
     "aten.softplus.default": _unary(_softplus, "beta", "threshold"),
     "aten.log_sigmoid.default": _unary(
         lambda g, x: g.mul(_softplus(g, g.mul(x, -1.0)), -1.0)),
     "aten.mish.default": _unary(lambda g, x: g.mul(x, g.tanh(_softplus(g, x)))),
-    "aten.leaky_relu.default": _unary(_leaky_relu, "negative_slope"),
+    "aten.leaky_relu.default": _unary(
+        lambda g, x, negative_slope=0.01: g.leaky_relu(x, negative_slope), "negative_slope"),
     "aten.elu.default": _unary(_elu, "alpha", "scale", "input_scale"),
     "aten.hardsigmoid.default": _unary(_hardsigmoid),
     "aten.hardswish.default": _unary(lambda g, x: g.mul(x, _hardsigmoid(g, x))),
     "aten.hardtanh.default": Pointwise(
-        _X, lambda g, x, min_val=-1.0, max_val=1.0: g.clamp(x, min_val, max_val),
+        _X, lambda g, x, min_val=-1.0, max_val=1.0: g.hardtanh(x, min_val, max_val),
         ("min_val", "max_val")),
     "aten.clamp.default": _unary(_clamp, "min", "max"),
     "aten.clamp.Tensor": Pointwise(("self", "min", "max"), _between),
