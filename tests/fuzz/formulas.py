@@ -282,9 +282,18 @@ def _root(m: Arithmetic, squares: Any, eps: float, n: int) -> Any:
 
 @formula("softmax")
 def _softmax(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
-    _, e = _exponentials(m, args[0], a["dim"], dtype)
-    y = m.function(torch.div, e, m.sum(e, a["dim"]))
-    return m.where(~_empty(m, args[0], a["dim"]), y, 0.0)
+    return _softmax_of(m, args[0], a["dim"], dtype, 0.0)
+
+
+def _softmax_of(m: Arithmetic, x: Any, dim: int, dtype: torch.dtype, of_empty: float) -> Any:
+    _, e = _exponentials(m, x, dim, dtype)
+    y = m.function(torch.div, e, m.sum(e, dim))
+    return m.where(~_empty(m, x, dim), y, of_empty)
+
+
+def softmax_by_data(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Softmax of rows that numbers of the program hide as a whole, as PyTorch has it: NaN."""
+    return _softmax_of(m, args[0], a["dim"], dtype, torch.nan)
 
 
 @formula("logsumexp")

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from cutesuper.ir.graph import KernelGraph, Node
 from tests.fuzz.arithmetic import Arithmetic, Ball, Balls, Numbers, reach, smallest, unit
-from tests.fuzz.formulas import FORMULAS, JUMPS, OF_EMPTY, WITH_HIDDEN_ROWS
+from tests.fuzz.formulas import FORMULAS, JUMPS, OF_EMPTY, WITH_HIDDEN_ROWS, softmax_by_data
 
 #: times the bound of an element
 AT_WORST = 4.0
@@ -54,7 +54,7 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
     hidden = any(node.operator in HIDING for node in graph.nodes)
     formulas = WITH_HIDDEN_ROWS if hidden else FORMULAS
     values: list[Any] = []
-    feed, empty = iter(inputs), _empty(graph)
+    feed, (gone, empty) = iter(inputs), _gone_and_empty(graph)
     for node in graph.nodes:
         if node.operator == "input":
             x = next(feed)
@@ -69,6 +69,8 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
                 args = [m.store(x, factors, limited=False) for x in args]
             by_none = node.operator == "div" and node.inputs[1] in empty
             formula = OF_EMPTY if by_none else formulas[node.operator]
+            if hidden and node.operator == "softmax" and node.inputs[0] not in gone:
+                formula = softmax_by_data
             y = formula(m, args, attributes, dtype)
             values.append(m.store(y, dtype))
     return [values[i] for i in graph.outputs]
@@ -82,8 +84,8 @@ FIRST = ("sub", "div", *KEPT)
 HIDING = ("length_mask", "hide")
 
 
-def _empty(graph: KernelGraph) -> set[int]:
-    """The nodes that are 0 in rows which the graph hides as a whole."""
+def _gone_and_empty(graph: KernelGraph) -> tuple[set[int], set[int]]:
+    """The nodes that are -inf in rows which the graph hides as a whole, and those that are 0."""
     gone, zero = set[int](), set[int]()
     for i, node in enumerate(graph.nodes):
         op, args = node.operator, node.inputs
@@ -98,7 +100,7 @@ def _empty(graph: KernelGraph) -> set[int]:
             or (op == "keep" and none[1])
         ):
             zero.add(i)
-    return zero
+    return gone, zero
 
 
 def _factors(graph: KernelGraph, node: Node) -> torch.dtype:
