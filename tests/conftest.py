@@ -57,7 +57,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @cache
 def _no_gpu() -> str:
-    """Why GPU tests cannot run, or an empty string."""
+    """The reason that GPU tests cannot run, or an empty string."""
     import torch
 
     if torch.cuda.is_available():

@@ -48,7 +48,7 @@ def change(mu: MuGraph, step: int, i: int, **fields: Any) -> MuGraph:
 
 
 def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, MuGraph]]:
-    """What can go wrong with one operation."""
+    """The mistakes that can be made with one operation."""
     ops = mu.steps[s].program.ops
     for k, j in enumerate(op.inputs):
         for other in range(i):
@@ -131,7 +131,7 @@ EPSILON = torch.finfo(torch.float64).eps
 
 @dataclass
 class Tally:
-    """What happened to mutants.
+    """Counts of what happened to mutants.
 
     Attributes:
         counts: of programs, and of mutants by verdict.
@@ -202,7 +202,8 @@ def _chosen(mu: MuGraph, rng: Random, count: int) -> list[tuple[str, MuGraph]]:
 
 
 def distinguished(graph: KernelGraph, mu: MuGraph, mutant: MuGraph) -> str | None:
-    """Where float64 tells two muGraphs of a graph apart, at several draws and magnitudes.
+    """The first place where float64 tells two muGraphs of a graph apart, at several draws and
+    magnitudes.
 
     What is infinite or NaN counts with tame numbers only, where nothing overflows. What has no
     value by the rules of docs/verification.md does not count: elements that are NaN in PyTorch,

@@ -51,7 +51,7 @@ WIDTH = 32
 
 @pytest.fixture(scope="module", autouse=True)
 def own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What Inductor has compiled in an earlier run has no say in this one."""
+    """A cache of Inductor for this run: what an earlier one compiled has no say."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
@@ -300,7 +300,7 @@ def test_what_is_refused_is_left_as_it_was(name: str) -> None:
 
 
 class Scan(torch.nn.Module):
-    """What no region has."""
+    """A step that no region has."""
 
     def forward(self, x: Any) -> Any:
         return torch.atan2(torch.cumsum(x, 0), torch.ones_like(x))

@@ -79,7 +79,7 @@ CHAINS: dict[str, Callable[[str], KernelGraph]] = {
 
 
 def found(graph: KernelGraph) -> SearchResult:
-    """What the lowering can run; nothing that was found is wrong."""
+    """The programs found that the lowering can run; nothing that was found is wrong."""
     verifier = Verifier(graph)
     result = search(
         graph, H200, options=SearchOptions(lowered=True),

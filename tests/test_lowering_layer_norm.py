@@ -1,4 +1,4 @@
-"""What the compiler makes of LayerNorm and Linear in one kernel. No GPU is needed."""
+"""Code that the compiler makes of LayerNorm and Linear in one kernel. No GPU is needed."""
 
 from __future__ import annotations
 

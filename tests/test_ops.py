@@ -58,7 +58,7 @@ def integers(*values: Any) -> Any:
 
 
 def close(found: Any, expected: Any) -> None:
-    """As near as rounding to the type allows, computed in float32."""
+    """Check results as closely as rounding to the type allows, in float32."""
     eps = torch.finfo(found.dtype).eps
     bound = 2 * eps * expected.abs() + (4e-6 if found.dtype is torch.float32 else eps * 1e-2)
     assert found.shape == expected.shape
@@ -67,7 +67,7 @@ def close(found: Any, expected: Any) -> None:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """What reaches the kernels, checked as kernels do it; computed by the reference."""
+    """The arguments that reach the kernels, checked as kernels do it; the reference computes."""
     seen: list[list[Any]] = []
 
     def spy(kind: Kind, extents: Extents, device: Any) -> Any:

@@ -36,7 +36,7 @@ def _keys(p: Tensor) -> Tensor:
 
 
 def _added(q: Tensor, p: Tensor) -> Tensor:
-    """As `examples/llama/decode.py` has it."""
+    """The formula of `examples/llama/decode.py`."""
     zeros = torch.zeros(p.shape[0], S, dtype=q.dtype, device=q.device)
     return zeros.masked_fill(_keys(p) > p[:, None], -torch.inf)[:, None, None]
 

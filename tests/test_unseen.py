@@ -153,7 +153,7 @@ class Numbers:
 
 
 def run_rows(plan: RowPlan, inputs: dict[str, Any]) -> Any:
-    """What a row kernel does, operation by operation, with its reciprocals of rows."""
+    """The work of a row kernel, operation by operation, with its reciprocals of rows."""
     program, m, values = plan.program, Numbers(), dict[int, Any]()
     for i in (*plan.order, *plan.stores):
         op = program.ops[i]
