@@ -24,6 +24,8 @@ GOLDEN = Path(__file__).parent / "golden"
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if WORKER:
     os.environ["OMP_NUM_THREADS"] = "1"
+# Inductor compiles a file for every vector extension of the processor to see that it can: 7 s.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # Tests start some 150 processes, and compiling the package from source takes each 0.3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -117,6 +119,15 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ROOT_VARIABLE, str(root))
         yield root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def inductor_cache(session_cache: Path) -> Iterator[None]:
+    """A cache of Inductor for this run: what an earlier one compiled has no say. One for all worker
+    processes: headers of PyTorch that are compiled in advance take 2 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(session_cache.parent / "inductor-cache"))
+        yield
 
 
 @pytest.fixture

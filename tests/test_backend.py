@@ -49,14 +49,6 @@ ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 32
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of Inductor for this run: what an earlier one compiled has no say."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield
-
-
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch.manual_seed(0)

@@ -438,7 +438,7 @@ def test_plans_and_instructions_of_chains(name: str, golden: Any) -> None:
 # ------------------------------------------------------------------------------- random programs
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow])
 @given(chains())
 def test_random_chains(graph: KernelGraph) -> None:
     """Verified, within the limits of a block, and in float64 what the definition says."""

@@ -442,7 +442,7 @@ def test_fake_tensors_tell_the_order() -> None:
         assert (found.shape, found.stride()) == (meta.shape, meta.stride())
 
 
-def test_importing_it_needs_no_compiler() -> None:
+def test_importing_operators_and_modules_needs_no_compiler() -> None:
     script = """
 import sys
 for name in ("cutlass", "tvm_ffi", "cuda"):
@@ -459,6 +459,9 @@ except AttributeError as error:
     assert "'nothing'" in str(error)
 else:
     raise AssertionError
+norm = cs.nn.RMSNorm(8)
+norm(torch.ones(2, 8)).sum().backward()
+assert norm.weight.grad.shape == (8,)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 
