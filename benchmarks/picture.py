@@ -1,4 +1,5 @@
-"""What the pictures of results share: elements of SVG, and colours for light and dark schemes."""
+"""Common parts of the pictures of results: elements of SVG, and colours for light and dark
+schemes."""
 
 from __future__ import annotations
 

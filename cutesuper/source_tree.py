@@ -25,14 +25,14 @@ _ALL = DistributionFinder.Context()
 
 
 class SourceTree(Distribution):
-    """What an installed distribution of this package would say of itself."""
+    """The metadata that an installed distribution of this package would have."""
 
     def read_text(self, filename: str) -> str | None:
         """The contents of a file of its metadata, or None."""
         return _FILES.get(filename)
 
     def locate_file(self, path: object) -> Path:
-        """Where a file of the package lies."""
+        """The path of a file of the package."""
         return Path(__file__).resolve().parent.parent / str(path)
 
 

@@ -138,7 +138,7 @@ def adapters(top: AdaptedTop, x: Tensor, clicked: Tensor) -> Task:
 
 
 def our_add(x: Tensor, p: Tensor, bias: Tensor) -> Tensor:
-    """What LoRA adds to a layer, in one kernel."""
+    """The addition of LoRA to a layer, in one kernel."""
     return cs.ops.add_activation(x, p, bias, scale=SCALE, activation="relu")
 
 
@@ -146,7 +146,7 @@ def our_add(x: Tensor, p: Tensor, bias: Tensor) -> Tensor:
 
 
 def profile(results: Sequence[Result]) -> str:
-    """Which share of the time each part takes, a line for each way."""
+    """The share of the time that each part takes, a line for each way."""
     lines = []
     for way in dict.fromkeys(r.way for r in results):
         ms = {r.task: r.ms for r in results if r.way == way and r.task in PARTS}
@@ -189,13 +189,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def kernels(program: cs.TracedProgram) -> str:
-    """How many there are."""
+    """The number of kernels."""
     counts = [len(region.kernel.kernels) for region in program.regions]
     return f"{sum(counts)} kernel(s) in {len(counts)} region(s)"
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, int]]:
-    """What the command line says."""
+    """The arguments of the command line."""
     parser = options.parser(__doc__ or "", SIZES)
     options.add_ways(parser, WAYS, DEFAULT_WAYS)
     options.add_plot(parser)

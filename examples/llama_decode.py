@@ -74,12 +74,12 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where everything is."""
+        """The device that everything is on."""
         return self.first.device
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """The name in tables."""
         return f"batch {len(self.first)}"
 
 
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, int]]:
-    """What the command line says."""
+    """The arguments of the command line."""
     parser = options.parser(__doc__ or "", SIZES)
     told = "; ".join(f"{' '.join(map(str, v))} on {k}" for k, v in BATCH.items())
     parser.add_argument("--batch", type=int, nargs="+", metavar="N", help=f"sequences ({told})")
@@ -156,7 +156,7 @@ class Generation:
         self.positions = torch.full_like(run.first, run.start)
 
     def restart(self) -> None:
-        """From the first tokens on."""
+        """Begin again with the first tokens."""
         self.tokens.copy_(self.run.first)
         self.positions.fill_(self.run.start)
 
@@ -201,7 +201,7 @@ def generate(run: Run, generation: Generation, replay: Call) -> tuple[Outputs, O
 
 
 def tokens_per_s(result: Result) -> float:
-    """Of all sequences together."""
+    """The rate of all sequences together."""
     return int(result.task.removeprefix("batch ")) / result.ms * 1e3
 
 
@@ -245,7 +245,7 @@ def last_of(part: Callable[..., Tensor], inputs: Sequence[Sequence[Any]]) -> Out
 
 
 def part_inputs(run: Run) -> dict[str, Callable[[Any, Cache], tuple[Any, ...]]]:
-    """What each part gets in a layer: its own weights, and the same values in all of them."""
+    """The inputs of each part of a layer: its own weights, and the same values in all of them."""
     model, layer, cache = run.model, run.model.layers[-1], run.caches[-1]
     x, place = model.begin(run.first, torch.full_like(run.first, run.start))
     qkv = TORCH.project(x, layer.attention_norm, layer.qkv)

@@ -64,7 +64,7 @@ class Adapted(nn.Module):
 
 @dataclass(frozen=True)
 class Operators:
-    """What ways of training differ in: `norm(x, weight)` and `swiglu(gate, up)`."""
+    """The operators in which ways of training differ: `norm(x, weight)` and `swiglu(gate, up)`."""
 
     norm: Callable[[Tensor, Tensor], Tensor]
     swiglu: Callable[[Tensor, Tensor], Tensor]
@@ -95,7 +95,7 @@ class Layer(nn.Module):
         return self.qkv(operators.norm(x, self.attention_norm))
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:
-        """What comes of the attention, and the residual."""
+        """The result of the attention, and the residual."""
         return x + self.out(y)
 
     def gated(self, x: Tensor, operators: Operators = TORCH) -> Tensor:
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, int]]:
-    """What the command line says."""
+    """The arguments of the command line."""
     parser = options.parser(__doc__ or "", SIZES)
     options.add_ways(parser, WAYS, DEFAULT_WAYS)
     options.add_plot(parser)

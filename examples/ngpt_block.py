@@ -50,7 +50,7 @@ ROTARY_BASE = 10000.0
 
 @dataclass(frozen=True)
 class Operators:
-    """What the ways differ in.
+    """The operators in which the ways differ.
 
     `scaled(x, scale)` gives every head [..., heads, head] the length 1, times a scale [heads,
     head] and the root of the width of a head; `gate(a, b, by, other)` is silu(a by) (b other);
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, int]]:
-    """What the command line says."""
+    """The arguments of the command line."""
     parser = options.parser(__doc__ or "", SIZES)
     options.add_ways(parser, WAYS, DEFAULT_WAYS)
     options.add_plot(parser)

@@ -50,7 +50,7 @@ Weight = Tensor | None
 def plain(
     q: Tensor, k: Tensor, v: Tensor, wq: Weight, wk: Weight, is_causal: bool = False
 ) -> Tensor:
-    """In PyTorch; q [B, H, L, D], k and v [B, groups, S, D], weights [D] or None."""
+    """The definition in PyTorch; q [B, H, L, D], k and v [B, groups, S, D], weights [D] or None."""
     q, k = (t if w is None else F.rms_norm(t, w.shape, w, EPS) for t, w in ((q, wq), (k, wk)))
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, int]]:
-    """What the command line says."""
+    """The arguments of the command line."""
     parser = options.parser(__doc__ or "", SIZES)
     options.add_ways(parser, WAYS, DEFAULT_WAYS)
     options.add_plot(parser)

@@ -66,7 +66,7 @@ def parallel(plan: Plan, way: str, name: str) -> Result:
 def show(
     args: argparse.Namespace, plan: Plan, results: list[Result], same: bool, sentence: str
 ) -> None:
-    """What one process says for all of them."""
+    """Print, in one process for all of them."""
     print(f"{args.way}: {report.describe(plan)}")
     print(report.table(plan, results))
     for k in range(0, plan.steps, max(1, plan.steps // 5)):
@@ -77,7 +77,7 @@ def show(
 
 
 def arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """What the command line says."""
+    """The arguments of the command line."""
     parser = options.parser(__doc__ or "")
     parser.add_argument(
         "--parallel", nargs="+", choices=list(PARALLEL), default=list(PARALLEL),

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def arguments(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """What the command line says."""
+    """The arguments of the command line."""
     parser = options.parser(__doc__ or "")
     parser.add_argument(
         "--ways", type=names_among(list(WAYS)), metavar="A,B",

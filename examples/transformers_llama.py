@@ -86,7 +86,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def weight_offset(module: nn.Module) -> float:
-    """What is added to the weight of a norm: Gemma keeps the difference from 1."""
+    """The number that is added to the weight of a norm: Gemma keeps the difference from 1."""
     return 1.0 if type(module).__name__.startswith("Gemma") else 0.0
 
 
@@ -109,12 +109,12 @@ def exact_norm(module: Any, x: Tensor) -> Tensor:
 
 
 def epsilon(module: Any) -> float:
-    """What a norm adds to the mean of squares."""
+    """The number that a norm adds to the mean of squares."""
     return module.eps if hasattr(module, "eps") else module.variance_epsilon
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """As the library has it: in fp32 at least."""
+    """The cross entropy of the library: in fp32 at least."""
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), target)
 
 

@@ -1,4 +1,4 @@
-"""What the documentation's pages need besides Markdown; mkdocs.yml names this file.
+"""Steps that the documentation's pages need besides Markdown; mkdocs.yml names this file.
 
 * ``<!-- readme: Install -->`` becomes that section of README.md, up to its next heading
   (``<!-- readme -->``: what stands before the first one), so that nothing is written twice.

@@ -55,7 +55,7 @@ class Attention:
     # ------------------------------------------------------------------------------------- graph
 
     def graph(self) -> KernelGraph:
-        """What is computed."""
+        """The kernel graph of the definition."""
         g = new_kernel_graph()
         shapes = self._shapes()
         q, k, v = (g.new_input(shapes[n], self.dtype, name=n) for n in ("Q", "K", "U"))
@@ -169,8 +169,8 @@ def with_logits(attention: Attention, inputs: list[torch.Tensor], largest: float
 def serving_inputs(
     graph: KernelGraph, seed: int, device: str, lengths: list[int]
 ) -> list[torch.Tensor]:
-    """For a graph of `benchmarks.workloads_attention.serving`: normal tensors, these lengths, and a
-    table of pages in any order."""
+    """Inputs for a graph of `benchmarks.workloads_attention.serving`: normal tensors, these
+    lengths, and a table of pages in any order."""
     generator = torch.Generator(device).manual_seed(seed)
     made = []
     for node in (graph.nodes[i] for i in graph.inputs):

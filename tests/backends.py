@@ -19,7 +19,7 @@ from cutesuper.verify.numeric import acceptable
 
 
 class GatedMLP(nn.Module):
-    """As in Llama, with its norm and residual."""
+    """The gated MLP of Llama, with its norm and residual."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def judge(model: nn.Module, found: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def gradients(model: nn.Module, call: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
-    """Of the input and all parameters, for a loss that weighs all results differently."""
+    """Gradients of the input and all parameters, for a loss that weighs all results differently."""
     x = x.detach().clone().requires_grad_()
     y = call(x)
     weights = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y.dtype)
@@ -155,7 +155,7 @@ def judge_gradients(model: nn.Module, found: list[torch.Tensor], x: torch.Tensor
 
 
 def losses(model: nn.Module, call: Callable[..., Any], x: torch.Tensor, steps: int) -> list[float]:
-    """Of as many steps of training."""
+    """The losses of as many steps of training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     found: list[float] = []
     for _ in range(steps):

@@ -129,7 +129,7 @@ class Browser:
         return self.run(f"{elements}.map(e => {expression})")
 
     def count(self, selector: str) -> int:
-        """How many elements match."""
+        """The number of elements that match."""
         return len(self.all(selector, "1"))
 
     def click(self, selector: str) -> None:

@@ -43,5 +43,5 @@ def leave_inductor_out(patch: pytest.MonkeyPatch, eager: str = "eager") -> list[
 
 
 def taken(reports: list[GraphReport]) -> int:
-    """How many regions were."""
+    """The number of regions that were taken."""
     return sum(region.verdict.taken for report in reports for region in report.regions)

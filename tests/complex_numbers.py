@@ -21,7 +21,7 @@ def as_complex(x: Tensor) -> Tensor:
 
 
 def broadcast(freqs: Tensor, x: Tensor) -> Tensor:
-    """For [batch, position, head, feature]."""
+    """The factors, broadcast to [batch, position, head, feature]."""
     return freqs.view([n if d in (1, x.ndim - 1) else 1 for d, n in enumerate(x.shape)])
 
 

@@ -24,6 +24,8 @@ GOLDEN = Path(__file__).parent / "golden"
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if WORKER:
     os.environ["OMP_NUM_THREADS"] = "1"
+# Inductor compiles a file for every vector extension of the processor to see that it can: 7 s.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # Tests start some 150 processes, and compiling the package from source takes each 0.3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -57,7 +59,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @cache
 def _no_gpu() -> str:
-    """Why GPU tests cannot run, or an empty string."""
+    """The reason that GPU tests cannot run, or an empty string."""
     import torch
 
     if torch.cuda.is_available():
@@ -92,6 +94,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without a test for the machine where only those are asked for: collecting the
+    others took each worker 10 s, a tenth of its work."""
+    only = config.getoption("--ptx") and config.getoption("markexpr") == "ptx"
+    if only and collection_path.suffix == ".py":
+        return "mark.ptx" not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [i for i in items if i.get_closest_marker("gpu")]
     if gpu and _no_gpu():
@@ -108,6 +119,15 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ROOT_VARIABLE, str(root))
         yield root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def inductor_cache(session_cache: Path) -> Iterator[None]:
+    """A cache of Inductor for this run: what an earlier one compiled has no say. One for all worker
+    processes: headers of PyTorch that are compiled in advance take 2 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(session_cache.parent / "inductor-cache"))
+        yield
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def scaled(x: float) -> float:
 
 
 def with_code(code: str, **names: Any) -> Any:
-    """What ``f`` is after some code."""
+    """The function ``f`` after some code."""
     space: dict[str, Any] = {"__name__": "somewhere", **names}
     exec(compile(code, "<cell>", "exec"), space)
     return space["f"]

@@ -158,5 +158,5 @@ def kernel_of(name: str, dtype: Any = torch.float32, **options: Any) -> Kernel:
 
 
 def shapes_of(graph: KernelGraph) -> list[tuple[int, ...]]:
-    """Of the inputs, at the hints of symbols."""
+    """The shapes of the inputs, at the hints of symbols."""
     return [tuple(map(extent, graph.nodes[i].shape)) for i in graph.inputs]

@@ -37,7 +37,7 @@ def host_time(call: Callable[[], Any], least: Callable[[], Any]) -> float:
 
 
 def facts(t: torch.Tensor) -> tuple[object, ...]:
-    """What a call is remembered by."""
+    """The facts that a call is remembered by."""
     return (t.shape, t.stride(), t.dtype, t.device)
 
 

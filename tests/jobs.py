@@ -1,4 +1,4 @@
-"""What workers are asked to do in tests: functions of a module that they can import."""
+"""Jobs of workers in tests: functions of a module that they can import."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def paged_causal(alignment: str) -> KernelGraph:
 
 
 def paged_causal_kernel(g: KernelGraph, alignment: str, axes: dict[str, int | None]) -> MuGraph:
-    """Of `paged_causal`, in two walks."""
+    """The kernel of `paged_causal`, in two walks."""
     extents: dict[str, Any] = {"B": 2, "M": 6, "S": 24, "D": 8, "E": 8}
     tile = {
         x: -(-n // prod(p or 1 for a, p in axes.items() if a.startswith(f"{x}.")))

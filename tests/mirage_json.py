@@ -19,7 +19,7 @@ FLOAT16 = 941
 
 
 def read(data: Any, **options: Any) -> list[Any]:
-    """What `load_mirage` makes of a file with this JSON (or with these bytes)."""
+    """The result of `load_mirage` for a file with this JSON (or with these bytes)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "graphs.json")
         path.write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())

@@ -52,7 +52,7 @@ def _run_block_graph(bgraph: Json, tensors: dict[int, Array]) -> None:
 def _run_block(
     bgraph: Json, grid: list[int], block: tuple[int, ...], tensors: dict[int, Array]
 ) -> dict[int, tuple[tuple[slice, ...], Array]]:
-    """What one block stores: by guid the place and the tile."""
+    """The stores of one block: by guid the place and the tile."""
     iterations = bgraph["forloop_range"]
     totals: dict[int, Array] = {}
     tiles: dict[int, Array] = {}
@@ -94,7 +94,7 @@ def _run_block(
 def _parts(
     mapping: Json, grid: list[int], block: tuple[int, ...], rank: int
 ) -> tuple[list[int], list[int]]:
-    """How many parts each dimension has, and which of them is this block's."""
+    """The number of parts of each dimension, and the one that is this block's."""
     parts, offsets = [1] * rank, [0] * rank
     for axis, n, index in zip("xyz", grid, block, strict=True):
         if n > 1 and mapping[axis] >= 0:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -48,7 +49,7 @@ def change(mu: MuGraph, step: int, i: int, **fields: Any) -> MuGraph:
 
 
 def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, MuGraph]]:
-    """What can go wrong with one operation."""
+    """The mistakes that can be made with one operation."""
     ops = mu.steps[s].program.ops
     for k, j in enumerate(op.inputs):
         for other in range(i):
@@ -131,7 +132,7 @@ EPSILON = torch.finfo(torch.float64).eps
 
 @dataclass
 class Tally:
-    """What happened to mutants.
+    """Counts of what happened to mutants.
 
     Attributes:
         counts: of programs, and of mutants by verdict.
@@ -163,9 +164,10 @@ def run(count: int, seed: int, judged: float = 1.0) -> Tally:
             tally.counts["programs without a meaning"] += 1
             continue
         tally.counts["programs"] += 1
+        judge = Judge(verifier.graph, mu)
         for what, mutant in _chosen(mu, rng, min(OF_ONE, count - made)):
             made += 1
-            _judge(tally, f"program {program}, {what}", verifier, mu, mutant, judged, rng)
+            _judge(tally, f"program {program}, {what}", verifier, judge, mutant, judged, rng)
     return tally
 
 
@@ -173,21 +175,21 @@ def _judge(
     tally: Tally,
     what: str,
     verifier: Verifier,
-    mu: MuGraph,
+    judge: Judge,
     mutant: MuGraph,
     judged: float,
     rng: Random,
 ) -> None:
     result = verifier.check(mutant, bound=False, full=True)  # as for what is returned to a user
     if result:
-        odd = distinguished(verifier.graph, mu, mutant)
+        odd = judge.distinguished(mutant)
         tally.counts["accepted"] += 1
         if odd is not None:
             tally.wrong.append(f"{what}, verifier's seed {result.seed}: {odd}")
     elif rng.random() >= judged:
         tally.counts["refused"] += 1
     else:
-        same = distinguished(verifier.graph, mu, mutant) is None
+        same = judge.distinguished(mutant) is None
         tally.counts["refused though numbers agree" if same else "refused and different"] += 1
 
 
@@ -201,8 +203,46 @@ def _chosen(mu: MuGraph, rng: Random, count: int) -> list[tuple[str, MuGraph]]:
     return rng.sample(every, min(count, len(every)))
 
 
-def distinguished(graph: KernelGraph, mu: MuGraph, mutant: MuGraph) -> str | None:
-    """Where float64 tells two muGraphs of a graph apart, at several draws and magnitudes.
+@dataclass(frozen=True)
+class Draw:
+    """Inputs of one draw that a muGraph has finite values for, and the facts of these that all of
+    its mutants are held against.
+
+    Attributes:
+        scale: the magnitude of the inputs.
+        tame: true if nothing overflows.
+        inputs: of the graph, in float64.
+        wanted: outputs of the muGraph.
+    """
+
+    graph: KernelGraph
+    mu: MuGraph
+    scale: float
+    tame: bool
+    inputs: list[torch.Tensor]
+    wanted: list[torch.Tensor]
+
+    @cached_property
+    def nan(self) -> list[torch.Tensor]:
+        """Elements of the outputs that are NaN in PyTorch."""
+        return [x.isnan() for x in evaluate(self.graph, self.inputs)]
+
+    @cached_property
+    def unsteady(self) -> list[torch.Tensor]:
+        """`_unsteady` of the muGraph."""
+        return _unsteady(self.mu, self.inputs)
+
+    def left_out(self, mutant: MuGraph) -> list[torch.Tensor]:
+        """Elements of the outputs that do not count."""
+        ops = (op for m in (self.mu, mutant) for s in m.steps for op in s.program.ops)
+        if all(op.kind not in JUMPS for op in ops):
+            return self.nan
+        both = zip(self.nan, self.unsteady, _unsteady(mutant, self.inputs), strict=True)
+        return [x | y | z for x, y, z in both]
+
+
+class Judge:
+    """Holds mutants of a muGraph against it, at several draws and magnitudes in float64.
 
     What is infinite or NaN counts with tame numbers only, where nothing overflows. What has no
     value by the rules of docs/verification.md does not count: elements that are NaN in PyTorch,
@@ -210,26 +250,39 @@ def distinguished(graph: KernelGraph, mu: MuGraph, mutant: MuGraph) -> str | Non
     elements that a rounding makes jump: ``floor`` of the sum of a softmax, ``at_least(x, x y/y)``,
     ``at_least(x, (x + c) - c)``.
     """
-    if _divides_by_jumps(mu):
-        return None
-    for number, scale in enumerate(SCALES):
-        inputs = _inputs(graph, number, scale)
-        if _has_infinite(mu, inputs):
-            continue
-        try:
-            found = execute(mutant, inputs)
-        except (CutesuperError, RuntimeError) as error:
-            return str(error)
-        left_out = [x.isnan() for x in evaluate(graph, inputs)]
-        if any(op.kind in JUMPS for m in (mu, mutant) for s in m.steps for op in s.program.ops):
-            both = zip(_unsteady(mu, inputs), _unsteady(mutant, inputs), strict=True)
-            left_out = [x | y | z for x, (y, z) in zip(left_out, both, strict=True)]
+
+    def __init__(self, graph: KernelGraph, mu: MuGraph) -> None:
+        self.graph, self.mu = graph, mu
+
+    @cached_property
+    def draws(self) -> list[Draw]:
+        """The draws that count."""
+        if _divides_by_jumps(self.mu):
+            return []
+        drawn = [(n, scale, _inputs(self.graph, n, scale)) for n, scale in enumerate(SCALES)]
+        return [
+            Draw(self.graph, self.mu, scale, n == 0, inputs, execute(self.mu, inputs))
+            for n, scale, inputs in drawn
+            if not _has_infinite(self.mu, inputs)
+        ]
+
+    def distinguished(self, mutant: MuGraph) -> str | None:
+        """The first place where a mutant differs; None if there is none."""
         rounding = 64 * EPSILON * _largest_constant(mutant)
-        wanted = execute(mu, inputs)
-        for k, (want, have, out) in enumerate(zip(wanted, found, left_out, strict=True)):
-            odd = _odd(want, torch.where(out, want, have), number == 0, rounding)
-            if odd is not None:
-                return f"output {k}, inputs of magnitude {scale:g}: {odd}"
+        return next(filter(None, (_differs(d, mutant, rounding) for d in self.draws)), None)
+
+
+def _differs(draw: Draw, mutant: MuGraph, rounding: float) -> str | None:
+    try:
+        found = execute(mutant, draw.inputs)
+    except (CutesuperError, RuntimeError) as error:
+        return str(error)
+    pairs = list(zip(draw.wanted, found, strict=True))
+    if not any(_odd(want, have, draw.tame, rounding) for want, have in pairs):
+        return None  # nor without some of the elements
+    for k, ((want, have), out) in enumerate(zip(pairs, draw.left_out(mutant), strict=True)):
+        if odd := _odd(want, torch.where(out, want, have), draw.tame, rounding):
+            return f"output {k}, inputs of magnitude {draw.scale:g}: {odd}"
     return None
 
 

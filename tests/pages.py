@@ -55,7 +55,7 @@ class Block:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether it cannot run on a CPU."""
+        """True if it cannot run on a CPU."""
         return self.code.startswith(GPU)
 
     def run(self, names: dict[str, Any]) -> str:
@@ -67,7 +67,7 @@ class Block:
         return printed.getvalue()
 
     def difference(self, printed: str) -> str | None:
-        """How what was printed differs from what the page shows; None where it does not."""
+        """The difference between the printed text and the page's; None where there is none."""
         checker = doctest.OutputChecker()
         if self.prints is None or checker.check_output(self.prints, printed, _OUTPUT):
             return None

@@ -70,7 +70,7 @@ def facts(model: Any) -> list[Any]:
 
 
 def paths(entries: Any) -> set[str]:
-    """Of entries of a report."""
+    """The paths of entries of a report."""
     return {e.path for e in entries}
 
 

@@ -1,4 +1,4 @@
-"""What a matmul-loop plan computes, on the CPU, rounding where its kernel rounds.
+"""Numbers of a matmul-loop plan, computed on the CPU, rounding where its kernel rounds.
 
 Row operands are rounded to the element type after the prologue, everything else is fp32; sums are
 PyTorch's, so errors of the order of summation are those of a kernel only in size.

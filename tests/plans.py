@@ -145,7 +145,7 @@ def rows_plan(
 
 
 def request_of(plan: KernelPlan, arch: str = "sm_90a") -> CompileRequest:
-    """What to ask the compiler for."""
+    """The request to the compiler."""
     written = tuple(i for i, a in enumerate(plan.arguments) if a.written)
     return CompileRequest(plan.key, arch, "kernel", partial(build, plan), written)
 

@@ -87,7 +87,7 @@ class Program:
         return self._made(tensor, op, x.labels.replace("N", ""))
 
     def mask(self, kind: str, x: Value) -> Value:
-        """By position, of what has rows and columns."""
+        """A mask by position, of a value that has rows and columns."""
         own: dict[str, Any] = {}
         given: tuple[Value, ...] = ()
         if kind == "causal_mask":
@@ -103,12 +103,12 @@ class Program:
         return self._made(tensor, op, x.labels)
 
     def softmax(self, x: Value) -> Value:
-        """Of rows, with their maximum as the shift."""
+        """A softmax of rows, with their maximum as the shift."""
         e = self.apply("exp", self.apply("sub", x, self.reduce("max", x)))
         return self.apply("div", e, self.reduce("sum", e))
 
     def product(self, x: Value) -> Value:
-        """With an input of N rows."""
+        """The product with an input of N rows."""
         v = next((v for v in self.values if v.labels == "BNE"), None)
         v = v or self._input("V", "BNE", "BNE")
         op = self.block.close(self.block.op("matmul", x.op, v.op, over="N"), "N")

@@ -91,7 +91,7 @@ PROGRAMS: dict[str, Callable[[KernelGraph], list[Tensor]]] = {
 
 
 def program(name: str) -> KernelGraph:
-    """In primitive operators."""
+    """The program in primitive operators."""
     g = new_kernel_graph()
     for y in PROGRAMS[name](g):
         g.mark_output(y)
@@ -126,7 +126,7 @@ class Site:
         return replace(self, index=self.old.nodes[self.index].inputs[k])
 
     def is_(self, kind: str, *kinds: str | None) -> bool:
-        """Whether the node is of a kind, and its operands of theirs (None: of any)."""
+        """True if the node is of a kind, and its operands of theirs (None: of any)."""
         return self.kind == kind and all(
             k is None or self.arg(n).kind == k for n, k in enumerate(kinds)
         )
@@ -192,7 +192,7 @@ def axiom(rule: Rule) -> Rule:
 
 
 def narrow(t: Tensor, shape: tuple[Any, ...], dim: int) -> bool:
-    """Whether t does not vary along a dimension of ``shape``, to which it broadcasts."""
+    """True if t does not vary along a dimension of ``shape``, to which it broadcasts."""
     d = dim - len(shape)
     return len(t.shape) < -d or t.shape[d] == 1
 

@@ -292,8 +292,8 @@ def rms_forward(m: Dim, n: int, cluster: int, dtype: DType = bfloat16) -> Case:
 def losses(
     m: Dim, n: int, cluster: int = 1, dtype: DType = bfloat16, labels: DType = int64
 ) -> Case:
-    """Of rows x [M, N] with a label each: the cross entropy, and the mean over N of what a second
-    label picks of ``x w``. Of both sums one element of a row is not 0."""
+    """Losses of rows x [M, N] with a label each: the cross entropy, and the mean over N of what a
+    second label picks of ``x w``. Of both sums one element of a row is not 0."""
     g = new_kernel_graph()
     (x,) = _inputs(g, (m, n), "x", dtype)
     (w,) = _inputs(g, (n,), "w", dtype)
@@ -316,7 +316,7 @@ def losses(
 def shares(
     m: Dim, n: int, cluster: int = 1, dtype: DType = bfloat16, labels: DType = int64
 ) -> Case:
-    """Of rows t = x / rms(x), x [M, N], with a label each: their softmax, its mean of x, its
+    """Shares of rows t = x / rms(x), x [M, N], with a label each: their softmax, its mean of x, its
     element at the label, and log-sum-exp. Exponentials are summed after two reductions, and so are
     their products; one of them is read by itself."""
     g = new_kernel_graph()

@@ -1,4 +1,4 @@
-"""Whether every exponential of a muGraph is of a value minus a maximum of that very value.
+"""A check that every exponential of a muGraph is of a value minus a maximum of that very value.
 
 A field cannot see this: the shift cancels, so a muGraph without it is equal, and overflows.
 

@@ -294,7 +294,7 @@ def column_maximum() -> tuple[KernelGraph, MuGraph]:
 
 
 def rescaled_in_the_second_walk() -> tuple[KernelGraph, MuGraph]:
-    """What is relative to the whole maximum already is rescaled once more."""
+    """A wrong kernel: a value that is relative to the whole maximum is rescaled once more."""
     g = safe_attention()
     b = attention_block(g, loop=3)
     s = scores(b)

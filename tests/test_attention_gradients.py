@@ -84,7 +84,7 @@ class Backward:
         return g.causal_mask(scores) if self.mask else scores
 
     def plan(self, rows: int = 128, tile: int = 64) -> SumsPlan:
-        """With tiles of so many rows and elements of the loop."""
+        """The plan with tiles of so many rows and elements of the loop."""
         flat = Flat(self.graph().expanded())
         region = flat.segment(flat.order).region
         way = search_region(region, H200, LOWERED).ways[0]

@@ -62,12 +62,12 @@ class Loop:
         ]
 
     def exact(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """In float64."""
+        """The exact result, in float64."""
         scores = q.double() @ k.double().mT * self.width**-0.5
         return scores.masked_fill(~self.seen(), -torch.inf).softmax(-1) @ v.double()
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """What the kernel computes."""
+        """The result of the kernel."""
         seen = self.seen()
         top = torch.full((*q.shape[:-1], 1), LOWEST)
         total, result = torch.zeros_like(top), torch.zeros(*q.shape[:-1], v.shape[-1])

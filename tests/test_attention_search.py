@@ -149,7 +149,7 @@ ONE_KERNEL: dict[str, Made] = {
 
 @cache
 def found(name: str) -> tuple[MuGraph, ...]:
-    """What is found for a program; the verifier rejects nothing."""
+    """The result of the search for a program; the verifier rejects nothing."""
     graph = ONE_KERNEL[name]()
     verifier = Verifier(graph)
     result = search(

@@ -281,7 +281,7 @@ def test_second_derivatives() -> None:
 
 
 def gradient_at(build: Build, values: list[float]) -> list[float]:
-    """Of a function of one row, with cotangents of 1."""
+    """The gradient of a function of one row, with cotangents of 1."""
     g = cs.grad(graph(build, (1, len(values))))
     feed = {"x": torch.tensor([values], dtype=torch.float64)}
     ones = {n: torch.ones_like(v) for n, v in given_values(g).items()}
@@ -727,7 +727,8 @@ def test_a_cotangent_that_is_a_gradient_of_another_type_is_converted() -> None:
 
 
 def typed(build: Build, *outputs: str) -> KernelGraph:
-    """What is built of x [64, 128], y [128, 64] and z [64, 64], all bf16, stored as these types."""
+    """The graph that is built of x [64, 128], y [128, 64] and z [64, 64], all bf16, stored as these
+    types."""
     g = new_kernel_graph()
     shapes = ((64, 128), (128, 64), (64, 64))
     made = build(g, *(g.new_input(s, "bf16", n) for s, n in zip(shapes, "xyz", strict=True)))

@@ -49,14 +49,6 @@ ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 32
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What Inductor has compiled in an earlier run has no say in this one."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield
-
-
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch.manual_seed(0)
@@ -300,7 +292,7 @@ def test_what_is_refused_is_left_as_it_was(name: str) -> None:
 
 
 class Scan(torch.nn.Module):
-    """What no region has."""
+    """A step that no region has."""
 
     def forward(self, x: Any) -> Any:
         return torch.atan2(torch.cumsum(x, 0), torch.ones_like(x))

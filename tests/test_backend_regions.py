@@ -526,7 +526,7 @@ def test_equal_layers_are_not_searched_again(searched: list[int]) -> None:
 
 
 class Between(torch.nn.Module):
-    """What no region has, with a gradient."""
+    """A step that no region has, with a gradient."""
 
     def forward(self, x: Any) -> Any:
         return torch.cumsum(x, 0)

@@ -1,4 +1,4 @@
-"""What the floor kernel plans and compiles to; no GPU is needed for either."""
+"""Plans and code of the floor kernel; no GPU is needed for either."""
 
 from __future__ import annotations
 

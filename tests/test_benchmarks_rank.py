@@ -304,7 +304,7 @@ def test_the_culprit_is_who_was_named():
 
 def test_a_hang_and_a_crash_cost_only_themselves(monkeypatch):
     waits_only_for(monkeypatch, "c004: warm-up")
-    worker = Worker(Breakable, timeout=5.0)
+    worker = Worker(Breakable, timeout=1.0)
     try:
         assert worker.environment()["gpu"] == "scripted"
         offers = [offer(i, make=Behaves(h)) for i, h in enumerate(
@@ -316,7 +316,7 @@ def test_a_hang_and_a_crash_cost_only_themselves(monkeypatch):
     assert found["c001"] == found["c006"] == ("ok", None)
     assert found["c002"] == ("failed", "the process died in 4x64x32 c002: prepare")
     assert found["c003"] == ("failed", "prepare: OSError: no kernel")
-    assert found["c004"] == ("failed", "no progress for 5 s in 4x64x32 c004: warm-up")
+    assert found["c004"] == ("failed", "no progress for 1 s in 4x64x32 c004: warm-up")
     status, error = found["c005"]
     assert status == "failed"
     assert error.startswith("the device stopped working: RuntimeError: CUDA error")

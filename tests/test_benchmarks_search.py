@@ -33,7 +33,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
-    """What the command writes for one program while this process is large."""
+    """The output of the command for one program while this process is large."""
     path = tmp_path_factory.mktemp("search") / "search.json"
     ballast = bytearray(os.urandom(1 << 20) * 400)
     assert cli.main(["search", "GatedMLP", "--json", str(path)]) == 0

@@ -213,12 +213,16 @@ for round in range(40):
 """
 
 
-@pytest.mark.parametrize("mode", ["lock", "race"])
-def test_several_processes_on_one_key(cache: KernelCache, mode: str) -> None:
-    command = [sys.executable, "-c", _WRITER, str(cache.root), mode]
+def _in_three_processes(script: str, *arguments: str) -> None:
+    command = [sys.executable, "-c", script, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
     writers = [subprocess.Popen(command, env=environment) for _ in range(3)]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", ["lock", "race"])
+def test_several_processes_on_one_key(cache: KernelCache, mode: str) -> None:
+    _in_three_processes(_WRITER, str(cache.root), mode)
     entry = cache.load(cache.digest("k", "sm_90a", "tvm_ffi"))
     assert entry is not None
     assert entry.files == CONTENT
@@ -227,6 +231,34 @@ def test_several_processes_on_one_key(cache: KernelCache, mode: str) -> None:
     scratch = cache.root / "v1" / "tmp"
     assert list(scratch.iterdir()) == []
     shutil.rmtree(cache.root)
+
+
+_CLEARER = """
+import sys
+from cutesuper.runtime.cache import KernelCache
+from tests.test_cache import CONTENT
+cache = KernelCache(sys.argv[1])
+for round in range(60):
+    digest = cache.digest(str(round % 8), "sm_90a", "tvm_ffi")
+    assert cache.store(digest, {}, CONTENT).path is not None
+    assert all(entry.files == CONTENT for entry in cache.entries())
+    if round % 6 == 0:
+        cache.clear()
+"""
+
+
+def test_another_process_clears_the_cache(cache: KernelCache) -> None:
+    _in_three_processes(_CLEARER, str(cache.root))
+
+
+def test_a_forked_process_leaves_the_temporary_folder() -> None:
+    script = (
+        "import os, sys\nfrom cutesuper.runtime.cache import temporary_root\n"
+        "root = temporary_root('x')\nif not os.fork(): sys.exit()\n"
+        "os.wait()\nassert root.is_dir()\nprint(root)"
+    )
+    root = subprocess.check_output([sys.executable, "-c", script], text=True).strip()
+    assert not Path(root).exists()
 
 
 def test_sources_that_decide_the_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

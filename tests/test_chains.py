@@ -22,8 +22,10 @@ from cutesuper.report import plan_text
 from cutesuper.search.cuts import Flat
 from cutesuper.search.region import Found, SearchOptions, search_region
 from cutesuper.search.search import SearchResult, search
+from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.matmul.plan import MAX_HIDDEN, MatmulPlan, hidden_width
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
+from cutesuper.skeletons.matmul.sizes import ROW_TILES, _row_choices
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
@@ -79,7 +81,7 @@ CHAINS: dict[str, Callable[[str], KernelGraph]] = {
 
 
 def found(graph: KernelGraph) -> SearchResult:
-    """What the lowering can run; nothing that was found is wrong."""
+    """The programs found that the lowering can run; nothing that was found is wrong."""
     verifier = Verifier(graph)
     result = search(
         graph, H200, options=SearchOptions(lowered=True),
@@ -435,10 +437,21 @@ def test_plans_and_instructions_of_chains(name: str, golden: Any) -> None:
     golden(f"instructions/{name}.txt", "\n".join(lines))
 
 
+@pytest.mark.parametrize(
+    ("rows", "tiles"),
+    [(1, (8,)), (64, (8, 16, 32, 64)), (100, (8, 16, 32, 64, 128)), (999, ROW_TILES)],
+)
+def test_divided_rows_are_tried_up_to_the_tile_that_covers_them(
+    rows: int, tiles: tuple[int, ...]
+) -> None:
+    form = MatmulForm("M", "N", "K", (), reduced=True)
+    assert set(_row_choices(form, rows, 64, H200)) == set(tiles)
+
+
 # ------------------------------------------------------------------------------- random programs
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow])
 @given(chains())
 def test_random_chains(graph: KernelGraph) -> None:
     """Verified, within the limits of a block, and in float64 what the definition says."""

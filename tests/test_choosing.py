@@ -93,7 +93,7 @@ Program = Callable[[Any, Any, Any, Any], Any]
 
 
 def judged(graph: Program, kernel: Program) -> tuple[Verification, bool]:
-    """What the verifier and float64 say of a kernel for a graph."""
+    """The verdicts of the verifier and of float64 on a kernel for a graph."""
     a, b = OfGraph(), OfBlock()
     a.g.mark_output(graph(a, *a.inputs))
     b.block.store("Z", kernel(b, *b.inputs), "M", "N")

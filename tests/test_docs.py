@@ -1,4 +1,4 @@
-"""What README and docs say can be run, is run; links lead somewhere."""
+"""README and docs: what can be run is run; links lead somewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RUN_ON_GPU = [p for p in PAGES if any(b.needs_gpu for b in blocks(p))]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a page may write files; operators that it adds to tables do not stay."""
+    """A folder where a page may write files; operators that it adds to tables do not stay."""
     pytest.importorskip("cutlass")
     monkeypatch.chdir(tmp_path)
     frontend._load()

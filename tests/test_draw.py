@@ -105,7 +105,7 @@ class Box:
 
 
 def kind_of(box: ElementTree.Element, node: ElementTree.Element) -> str:
-    """What a box is: the block or a loop, an operation or a tensor, part of the legend."""
+    """The kind of a box: the block or a loop, an operation or a tensor, part of the legend."""
     look, around = box.get("class", "").split(), node.get("class", "").split()
     if "shape" in look:
         return "tensor" if "tensor" in around else "op"

@@ -41,7 +41,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def run(*arguments: str) -> str:
-    """What an example prints; arguments of the interpreter, which end with the example's."""
+    """The output of an example; arguments of the interpreter, which end with the example's."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=900,
         check=False,
@@ -209,7 +209,7 @@ def test_wrong_arguments(
 
 
 def check_losses(path: Path, ways: list[str]) -> None:
-    """What was written says that losses agree, and they do, and fall."""
+    """Check that losses agree, as the report says, and fall."""
     written = json.loads(path.read_text())
     assert written["same_losses"] and [r["way"] for r in written["results"]] == ways
     first = written["results"][0]["losses"]

@@ -159,7 +159,7 @@ def _trees(nodes: int) -> dict[int, list[Tree]]:
 
 
 def _labelled(tree: Tree) -> bool:
-    """Whether a tree still has the label K (a sum over a scalar is not generated)."""
+    """True if a tree still has the label K (a sum over a scalar is not generated)."""
     if isinstance(tree, str):
         return True
     return tree[0] != "sum" and any(_labelled(t) for t in tree[1:])

@@ -59,7 +59,7 @@ def ours(model: Any, prompts: Any, shown: Any, **options: Any) -> Any:
 
 
 def assert_same(model: Any, of: Any = None, **options: Any) -> None:
-    """With and without padding; ``of``: computes in the place of the model."""
+    """Check tokens with and without padding; ``of``: computes in the place of the model."""
     for prompts, shown in ((PROMPTS, SHOWN), (WHOLE, torch.ones_like(SHOWN))):
         expected = theirs(model, prompts, shown, **options)
         assert torch.equal(ours(model if of is None else of, prompts, shown, **options), expected)

@@ -64,7 +64,7 @@ class Call:
         return made if self.tokens else made.contiguous()
 
     def cotangent(self) -> torch.Tensor:
-        """That of the result."""
+        """The cotangent of the result."""
         shape = (self.batch, self.heads * self.group, self.rows, self.value_width)
         return torch.randn(shape, device="cuda").to(self.dtype)
 

@@ -42,8 +42,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
 
 
 def logits(model: Any) -> tuple[Any, Any]:
-    """Of a prompt, and of three more tokens that are decoded with a cache of fixed length, the
-    last two at once."""
+    """Logits of a prompt, and of three more tokens that are decoded with a cache of fixed length,
+    the last two at once."""
     tokens = TOKENS.cuda()
     cache = transformers.StaticCache(model.config, max_cache_len=128)
     prompt = model(tokens[:, :9], past_key_values=cache).logits
@@ -188,7 +188,7 @@ def test_steps_captured_by_the_user(programs: dict[Any, Any]) -> None:
 
 
 def model_mask(cache: Any) -> Any:
-    """Of the tenth token, made before as `generate` does it."""
+    """The mask of the tenth token, made before as `generate` does it."""
     from cutesuper.torch.patch.attention import mask_of
 
     return mask_of(2, 1, 128, cache.layers[0].cumulative_length.clone(),

@@ -71,7 +71,7 @@ def plan_of(kernel: Kernel) -> RowLoopPlan:
 
 
 def counters_are_zero(kernel: Kernel) -> None:
-    """As the next launch has to find them, whatever the stream."""
+    """Check that counters are as the next launch has to find them, whatever the stream."""
     kept = kernel._main._memory._kept.values()
     assert len(kept) > 0 or not plan_of(kernel).meets
     assert all(not t.any() for tensors, _ in kept for t in tensors)
@@ -87,7 +87,8 @@ def same_bits(kernel: Kernel, inputs: list[torch.Tensor], times: int = 3) -> Non
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    """As integers, since NaN (the loss of a label that is no class) is not equal to itself."""
+    """The bits as integers, since NaN (the loss of a label that is no class) is not equal to
+    itself."""
     return t.view({2: torch.int16, 4: torch.int32}[t.element_size()])
 
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ptx]
 
 
 def definition(linear: Linear) -> KernelGraph:
-    """What a `Linear` computes."""
+    """The definition of a `Linear`."""
     g = new_kernel_graph()
     shapes = linear.shapes()
     names = [n for n in "XGWBR" if n in shapes]

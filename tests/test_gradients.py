@@ -301,7 +301,7 @@ def uncollected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def gone_after(call: Callable[[Tensor], Any]) -> bool:
-    """Whether neither the result of a call nor its input is kept alive."""
+    """True if neither the result of a call nor its input is kept alive."""
     x = torch.randn(64, 128).bfloat16().requires_grad_()
     y = call(x)
     if y.requires_grad:

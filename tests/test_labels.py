@@ -288,7 +288,7 @@ def with_attributes(mu: MuGraph, kind: str, **attributes: Any) -> MuGraph:
 
 
 def dropped(mu: MuGraph, kind: str) -> MuGraph:
-    """Who uses the first operation of a kind gets its first operand."""
+    """The program without the first operation of a kind; its users get its first operand."""
     i, op = of(mu, kind)
     for k, user in enumerate(mu.steps[0].program.ops):
         if i in user.inputs:

@@ -430,7 +430,7 @@ def test_a_cut_mask_is_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def square(causal: bool, page: int | None = None) -> KernelGraph:
-    """As many heads and groups as sequences: another label may have the lengths."""
+    """A program of as many heads and groups as sequences: another label may have the lengths."""
     return attention(causal, page, H=4, G=4)
 
 
@@ -655,7 +655,7 @@ def test_rows_and_products_do_not_read_through_tables() -> None:
 
 
 def mask_mutations(mu: MuGraph) -> Iterator[tuple[str, MuGraph]]:
-    """What can be wrong with masks, lengths and tables, besides what `mutations` does."""
+    """Mistakes with masks, lengths and tables, besides those of `mutations`."""
     program = mu.steps[0].program
     for i, op in enumerate(program.ops):
         if op.kind == "length_mask":

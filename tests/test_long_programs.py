@@ -60,7 +60,7 @@ def rows(build: Build, m: Dim = 512, n: int = 1024) -> KernelGraph:
 
 
 def found(g: KernelGraph, kernels: int = 1) -> SearchResult:
-    """What is found, in so many kernels, verified and planned."""
+    """The program found, in so many kernels, verified and planned."""
     verifier = Verifier(g)
     result = search(g, H200, options=LOWERED, verify=lambda mu: bool(verifier.check(mu, False)))
     assert len(result.candidates[0].kernels) == kernels, result.candidates[0].structure[:2000]

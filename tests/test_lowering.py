@@ -1,4 +1,4 @@
-"""What the compiler makes of plans: resources, instructions, launches. No GPU is needed."""
+"""Code that the compiler makes of plans: resources, instructions, launches. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_sass = pytest.mark.skipif(find_nvdisasm() is None, reason="needs nvdisasm"
 
 
 def check_resources(plan: Any, artifact: Artifact) -> Resources:
-    """What holds for every kernel."""
+    """Check what holds for every kernel."""
     r = artifact.resources
     assert r.stack_bytes == 0 and not r.spills
     assert r.threads == plan.threads <= 1024

@@ -71,7 +71,7 @@ def plan_of(attention: Attention, dependent: bool = False) -> AttentionPlan:
 
 
 def check(plan: AttentionPlan) -> Artifact:
-    """What holds for every attention loop."""
+    """Check what holds for every attention loop."""
     artifact = compiled(plan)
     r = check_resources(plan, artifact)
     assert plan.shared_bytes - r.shared_bytes < 1280

@@ -1,4 +1,4 @@
-"""What the compiler makes of LayerNorm and Linear in one kernel. No GPU is needed."""
+"""Code that the compiler makes of LayerNorm and Linear in one kernel. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -79,12 +79,13 @@ def test_vectors_and_reductions_along_the_columns_compile(after: str) -> None:
 
 
 @pytest.mark.parametrize("m", [64, 1024])
-def test_every_third_tile_compiles(m: int) -> None:
+def test_the_largest_tiles_compile(m: int) -> None:
     """Accumulators of the vectors come on top of those that fill the registers."""
     plans = plans_of_every_tile(m)
     tiles = {p.tile[:2] for p in plans}
     assert {(64, 64), (64, 256)} <= tiles
     assert m == 64 or ((128, 256) in tiles and not any(rows > 128 for rows, _ in tiles))
-    largest = max(plans, key=lambda p: p.accumulators + p.vector_accumulators)
-    for plan in (*plans[::3], largest):
+    plans.sort(key=lambda p: p.accumulators + p.vector_accumulators)
+    largest = {(p.tile[1], p.schedule.warpgroups): p for p in plans}
+    for plan in largest.values():
         check_resources(plan, compiled(plan))

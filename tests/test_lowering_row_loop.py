@@ -1,4 +1,5 @@
-"""What the compiler makes of row loops: resources, instructions, launches. No GPU is needed."""
+"""Code that the compiler makes of row loops: resources, instructions, launches. No GPU is
+needed."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def plan_of(name: str) -> RowLoopPlan:
 
 
 def check(plan: RowLoopPlan) -> Artifact:
-    """What holds for every row loop."""
+    """Check what holds for every row loop."""
     artifact = compiled(plan)
     r, [launch] = artifact.resources, artifact.launches
     assert r.stack_bytes == 0 and not r.spills
@@ -206,7 +207,7 @@ SYMBOLIC = (
 
 @pytest.fixture(scope="module")
 def launches() -> dict[str, list[Launch]]:
-    """For every symbolic case those of 1, 5 and 4096 rows: compiled once, here, and called in a
+    """Launches of every symbolic case, for 1, 5 and 4096 rows: compiled once, here, and called in a
     process whose CUDA runtime only writes down launches."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")

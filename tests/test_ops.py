@@ -58,7 +58,7 @@ def integers(*values: Any) -> Any:
 
 
 def close(found: Any, expected: Any) -> None:
-    """As near as rounding to the type allows, computed in float32."""
+    """Check results as closely as rounding to the type allows, in float32."""
     eps = torch.finfo(found.dtype).eps
     bound = 2 * eps * expected.abs() + (4e-6 if found.dtype is torch.float32 else eps * 1e-2)
     assert found.shape == expected.shape
@@ -67,7 +67,7 @@ def close(found: Any, expected: Any) -> None:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """What reaches the kernels, checked as kernels do it; computed by the reference."""
+    """The arguments that reach the kernels, checked as kernels do it; the reference computes."""
     seen: list[list[Any]] = []
 
     def spy(kind: Kind, extents: Extents, device: Any) -> Any:
@@ -442,7 +442,7 @@ def test_fake_tensors_tell_the_order() -> None:
         assert (found.shape, found.stride()) == (meta.shape, meta.stride())
 
 
-def test_importing_it_needs_no_compiler() -> None:
+def test_importing_operators_and_modules_needs_no_compiler() -> None:
     script = """
 import sys
 for name in ("cutlass", "tvm_ffi", "cuda"):
@@ -459,6 +459,9 @@ except AttributeError as error:
     assert "'nothing'" in str(error)
 else:
     raise AssertionError
+norm = cs.nn.RMSNorm(8)
+norm(torch.ones(2, 8)).sum().backward()
+assert norm.weight.grad.shape == (8,)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -1,4 +1,4 @@
-"""What is particular to softmax, cross entropy and the element-wise operators; no GPU.
+"""Softmax, cross entropy and the element-wise operators: what is particular to them; no GPU.
 
 Numbers, strides, compilers and what else is the same for all are in `test_ops_training`.
 """

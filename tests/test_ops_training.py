@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -282,7 +280,7 @@ def test_compiles_as_a_whole(name: str, dynamic: bool) -> None:
         return total(CASES[name].ours(*doubled(given)))
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for rows in (4, 6, 9):
+    for rows in (4, 6, 9) if dynamic else (4,):  # another known extent is compiled like the first
         tensors = leaves(name, (rows, 2))
         expected = gradients_of(layer(*tensors), tensors)
         found = gradients_of(compiled(*tensors), tensors)
@@ -633,18 +631,3 @@ def test_norms_of_models() -> None:
 def test_gates() -> None:
     gate, up = torch.randn(2, 3, 4, 5).unbind()
     assert torch.equal(cs.nn.SwiGLU()(gate, up), cs.ops.swiglu(gate, up))
-
-
-def test_importing_modules_needs_no_compiler() -> None:
-    script = """
-import sys
-for name in ("cutlass", "tvm_ffi", "cuda"):
-    sys.modules[name] = None
-import cutesuper as cs
-assert "torch" not in sys.modules
-norm = cs.nn.RMSNorm(8)
-import torch
-norm(torch.ones(2, 8)).sum().backward()
-assert norm.weight.grad.shape == (8,)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)

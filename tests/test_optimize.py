@@ -262,6 +262,12 @@ def test_symbols_and_empty_inputs() -> None:
         both(half(3, 64), half(4, 64))
 
 
+def test_meta_tensors_give_shapes() -> None:
+    x, w = half(M, K, device="meta"), half(K, N, device="meta")
+    found = kernel_of("norm_linear")(x, w)
+    assert found.device.type == "meta" and found.shape == (M, N) and found.dtype == x.dtype
+
+
 OUT: dict[str, tuple[Any, type[CutesuperError], str]] = {
     "shape": (lambda x, w: half(M, N + 1), ShapeError, "output 0 has shape [16, 65], must be"),
     "dtype": (lambda x, w: torch.zeros(M, N), DTypeError, "output 0 is torch.float32, must be"),

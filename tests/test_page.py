@@ -1,4 +1,4 @@
-"""What the HTML page of a muGraph says; what a browser makes of it is in test_page_browser.py."""
+"""The HTML page of a muGraph; what a browser makes of it is in test_page_browser.py."""
 
 from __future__ import annotations
 

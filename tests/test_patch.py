@@ -51,7 +51,8 @@ def test_logits(family: str, dtype: Any, models: dict[str, Any], calls: Any) -> 
     model = copy.deepcopy(models[family]).to(dtype)
 
     def logits(of: Any) -> tuple[Any, Any]:
-        """Of a prompt, and of two more tokens that are decoded with a cache of fixed length."""
+        """Logits of a prompt, and of two more tokens that are decoded with a cache of fixed
+        length."""
         cache = transformers.StaticCache(of.config, max_cache_len=20)
         prompt = of(TOKENS[:, :10], past_key_values=cache).logits
         decoded = [of(TOKENS[:, n : n + 1], past_key_values=cache).logits for n in (10, 11)]

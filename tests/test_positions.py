@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def _keys(p: Tensor) -> Tensor:
 
 
 def _added(q: Tensor, p: Tensor) -> Tensor:
-    """As `examples/llama/decode.py` has it."""
+    """The formula of `examples/llama/decode.py`."""
     zeros = torch.zeros(p.shape[0], S, dtype=q.dtype, device=q.device)
     return zeros.masked_fill(_keys(p) > p[:, None], -torch.inf)[:, None, None]
 
@@ -212,10 +211,7 @@ def test_a_cache_that_is_written_to(name: str, way: str, dynamic: bool) -> None:
         assert not any("mask" in o.reason or "compares" in o.reason for o in graph.outside)
 
 
-def test_with_what_inductor_makes_of_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_with_what_inductor_makes_of_the_rest() -> None:
     torch.compiler.reset()
     fn, (_, k, v, p) = Step(MASKS["bool"], "index"), tensors()
     x, caches = randn(3, 64), [(k.clone(), v.clone()) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Who else could have written what is loaded: folders, links, files, groups."""
+"""Files are loaded only if nobody else could have written them: folders, links, files, groups."""
 
 from __future__ import annotations
 

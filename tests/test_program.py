@@ -363,7 +363,7 @@ def test_names_that_are_no_files(path: Any, message: str) -> None:
 
 def test_programs_are_copied_as_themselves_and_not_pickled(two: Path) -> None:
     program = load(two)
-    assert copy.deepcopy([program])[0] is program
+    assert copy.deepcopy([program])[0] is program and copy.copy(program) is program
     with pytest.raises(GraphError, match=r"cannot be pickled.*dumps\(program.graph\)"):
         pickle.dumps(program)
 

@@ -289,7 +289,7 @@ FENCE, WAIT = "fence.proxy.async.shared::cta;", "wgmma.wait_group.sync.aligned 0
 
 
 def product(late: bool, fence: str = FENCE, wait: str = WAIT) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel makes of A and its first eight rows, and what it should."""
+    """The kernel's product of A and its first eight rows, and the right one."""
     a = np.random.default_rng(3).standard_normal((64, 16)).astype(np.float16).astype(np.float32)
     body = PRODUCT.format(fence=fence, wait=wait)
     found = run(body, a, np.zeros((64, 8), np.float32), conditions=Conditions(5, late))

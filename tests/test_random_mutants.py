@@ -14,7 +14,7 @@ from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.verify.equivalence import Verifier
 from cutesuper.verify.numeric import execute
 from tests.mugraphs import Block, mugraph
-from tests.mutants import _inputs, distinguished, mutations, run
+from tests.mutants import Judge, _inputs, mutations, run
 from tests.random_programs import random_program
 
 
@@ -36,11 +36,12 @@ def test_mutants_that_were_accepted_once(program: int) -> None:
     verifier = Verifier(graph, seed=0)
     if not verifier.check(mu):
         return  # refused itself: it has no value where something is hidden
+    judge = Judge(verifier.graph, mu)
     for s, step in enumerate(mu.steps):
         for i, op in enumerate(step.program.ops):
             for what, mutant in mutations(mu, s, i, op):
                 if verifier.check(mutant, bound=False, full=True):
-                    assert distinguished(verifier.graph, mu, mutant) is None, f"{i} {what}"
+                    assert judge.distinguished(mutant) is None, f"{i} {what}"
 
 
 def thresholds(build: Callable[[Block, int, int], int]) -> tuple[KernelGraph, MuGraph]:
@@ -69,7 +70,7 @@ OTHERS: dict[str, Callable[[Block, int, int], int]] = {
 def test_what_only_roundings_decide_does_not_count(name: str) -> None:
     graph, mu = thresholds(ROUNDED["as it is"])
     _, mutant = thresholds((ROUNDED | OTHERS)[name])
-    assert (distinguished(graph, mu, mutant) is not None) == (name in OTHERS)
+    assert (Judge(graph, mu).distinguished(mutant) is not None) == (name in OTHERS)
 
 
 #: Wrong programs that differ in few rows only, and were accepted with some seeds: program,

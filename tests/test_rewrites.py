@@ -70,7 +70,7 @@ def slip(rule: Rule) -> Rule:
 
 
 def shifts(s: Site) -> bool:
-    """Whether the node is a maximum under an exponential, its difference, or that exponential.
+    """True if the node is a maximum under an exponential, its difference, or that exponential.
 
     Any shift is right: what goes wrong there shows in numbers only.
     """

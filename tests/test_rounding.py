@@ -1,4 +1,4 @@
-"""What kernels round to float16: the rule, muGraphs that break it, and programs that keep it.
+"""Rounding to float16 in kernels: the rule, muGraphs that break it, and programs that keep it.
 
 `execute(..., rounded=True)` rounds where kernels do. The programs that the search finds are run so
 on operands of 2^-12 to 2^12, and judged as kernels are, against PyTorch which rounds nothing but
@@ -130,7 +130,7 @@ def gated_fused(g: KernelGraph, dtype: str = "float16") -> MuGraph:
 
 
 def typed(mu: MuGraph, dtype: str, *names: str) -> MuGraph:
-    """With tensors (default: all) of another element type."""
+    """The program with tensors (default: all) of another element type."""
     kind = as_dtype(dtype)
     tensors = {
         n: replace(t, dtype=kind) if n in (names or mu.tensors) else t

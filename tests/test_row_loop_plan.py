@@ -73,8 +73,8 @@ def planned_block(b: Block, shapes: dict[str, tuple[Dim, ...]], **dtypes: str) -
 
 
 def check(p: RowLoopPlan) -> None:
-    """What holds for every plan: each operation has one place, and nobody reads or writes where
-    nothing is."""
+    """Check what holds for every plan: each operation has one place, and nobody reads or writes
+    where nothing is."""
     ops, s = p.program.ops, p.schedule
     assert sorted((p.column, *p.rows, *p.outer)) == sorted(p.program.dims)
     in_loop = [i for level in p.levels for i in level.stores]

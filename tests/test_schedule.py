@@ -29,7 +29,7 @@ def name_of(plan: Any, view: Any) -> str:
 
 
 def places(plan: MatmulPlan) -> dict[str, list[str]]:
-    """Which tensor went where."""
+    """The place of each tensor."""
     groups = {"rows": plan.rows, "vectors": plan.vectors, "columns": plan.columns}
     groups["loads"] = plan.loads
     return {k: [name_of(plan, v) for v in g.values()] for k, g in groups.items()}

@@ -46,7 +46,7 @@ FLAGS = Need((3,), torch.int32, True)
 
 @dataclass
 class Cuda:
-    """What the allotment asks of torch.cuda."""
+    """The part of torch.cuda that the allotment asks."""
 
     stream: int = 0
     capturing: bool = False
@@ -233,7 +233,7 @@ K = 64
 
 @dataclass(frozen=True)
 class Planned:
-    """As much of a plan as calling and exporting need."""
+    """The part of a plan that calling and exporting need."""
 
     arguments: tuple[Argument, ...]
     scratch: tuple[Scratch, ...]

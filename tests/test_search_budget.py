@@ -265,7 +265,7 @@ print(json.dumps({name: fingerprint(search(several(name), H200)) for name in sys
 
 @pytest.fixture(scope="module")
 def elsewhere() -> dict[str, dict[str, str]]:
-    """What other processes find, whose sets and dictionaries of strings have other orders."""
+    """The results of other processes, whose sets and dictionaries of strings have other orders."""
     found: dict[str, dict[str, str]] = {}
     for seed in ("1", "2"):
         done = subprocess.run(

@@ -52,7 +52,7 @@ ALPHABETS: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture
 def _larger_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With parts of two elements a sum of what does not vary would be x + x."""
+    """Extents of two elements and more: a sum of what does not vary would be x + x."""
     monkeypatch.setattr("cutesuper.egraph.saturate._PART", EXTENT)
 
 
@@ -62,7 +62,7 @@ def _name(kind: str, inputs: list[Any], over: str | None) -> tuple[Any, ...]:
 
 
 def _derivations(table: Table) -> set[tuple[Any, ...]]:
-    """What a table derives from what; classes by labels and value."""
+    """Derivations of a table; classes by labels and value."""
     values = [("".join(sorted(c.labels)), c.value) for c in table.classes]
     return {
         (values[i], _name(d.kind, [values[j] for j in d.inputs], d.over))
@@ -72,7 +72,7 @@ def _derivations(table: Table) -> set[tuple[Any, ...]]:
 
 
 def _table(forward: Forward, goal: int) -> Table:
-    """Of the first program of a goal, with nothing divided."""
+    """The table of the first program of a goal, with nothing divided."""
     space = Space(forward.program(goal))
     return saturate(space, Split(tuple((d, ()) for d in space.program.dims)), limit=2000)
 

@@ -51,7 +51,7 @@ def run(graph: KernelGraph, keep: int = 16) -> SearchResult:
 
 @cache
 def found(name: str) -> tuple[SearchResult, float]:
-    """What is found for a program, and the CPU seconds that it took."""
+    """The result of the search for a program, and the CPU seconds that it took."""
     graph = PROGRAMS[name].build()
     start = time.process_time()
     result = run(graph)

@@ -61,7 +61,7 @@ def test_every_page_is_in_the_site_and_in_its_navigation(site: dict[str, Page]) 
 
 
 def configuration() -> dict[str, Any]:
-    """What mkdocs.yml says."""
+    """The contents of mkdocs.yml."""
     return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 

@@ -40,7 +40,7 @@ def test_traced_is_eager(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) 
 
 
 def operators(program: cs.TracedProgram) -> list[list[str]]:
-    """What the regions are made of, leaving out inputs, numbers and transpositions."""
+    """The operators of the regions, leaving out inputs, numbers and transpositions."""
     plain = ("input", "constant", "transpose")
     return [
         [n.operator for n in r.kernel.graph.nodes if n.operator not in plain]

@@ -1,4 +1,4 @@
-"""What has changed since a function was traced is seen at the call."""
+"""A change since a function was traced is seen at the call."""
 
 from __future__ import annotations
 

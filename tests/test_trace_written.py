@@ -1,4 +1,5 @@
-"""What people write is traced, and comparisons and choices follow PyTorch's rules for NaN."""
+"""Functions as people write them are traced, and comparisons and choices follow PyTorch's rules for
+NaN."""
 
 from __future__ import annotations
 
@@ -337,7 +338,7 @@ def test_inverse_and_hyperbolic_functions_compile(dtype: torch.dtype) -> None:
 
 
 def _infinite_rows(n: int) -> Tensor:
-    """Of half infinities, of those only, with inf, with both, with NaN, and one of numbers."""
+    """Rows of half infinities, of those only, with inf, with both, with NaN, and one of numbers."""
     x = randn(6, n)
     x[0, : n // 2] = x[1] = x[3, 1] = -inf
     x[2, n // 3] = x[3, 0] = inf

@@ -134,6 +134,27 @@ def test_a_hidden_row_is_zero(name: str) -> None:
     assert (stored[..., BLIND, :] == value_of(name)).all()
 
 
+#: divisors that are 0 in a hidden row, and may be in any other
+COMMON: dict[str, Function] = {
+    "e - e": lambda g, e: e - e,
+    "sum - sum": lambda g, e: g.sum(e, -1) - g.sum(e, -1),
+    "relu": lambda g, e: g.relu(g.log(e)),
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_zeros_of_other_rows_divide_as_in_pytorch(name: str) -> None:
+    """Nor is a kernel found: where a divisor is always 0 nothing can be verified."""
+    g = new_kernel_graph()
+    c, x, y = (g.new_input((8, 16), "float32", name=n) for n in "cxy")
+    g.mark_output(y / COMMON[name](g, g.exp(g.hide(c, x))))
+    inputs = [torch.ones(8, 16), -torch.rand(8, 16), torch.randn(8, 16)]
+    assert evaluate(g, inputs)[0].isinf().all()
+    if name != "relu":
+        with pytest.raises(SearchError, match="divides by what is 0"):
+            cs.superoptimize(g, target="h200")
+
+
 # ---------------------------------------------------------------------------------------- kernels
 
 
@@ -153,7 +174,7 @@ class Numbers:
 
 
 def run_rows(plan: RowPlan, inputs: dict[str, Any]) -> Any:
-    """What a row kernel does, operation by operation, with its reciprocals of rows."""
+    """The work of a row kernel, operation by operation, with its reciprocals of rows."""
     program, m, values = plan.program, Numbers(), dict[int, Any]()
     for i in (*plan.order, *plan.stores):
         op = program.ops[i]

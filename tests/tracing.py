@@ -22,7 +22,8 @@ from cutesuper.verify.numeric import acceptable
 
 
 class Reference:
-    """In the place of a kernel: the same checks of its arguments, and the reference executor."""
+    """Stands in the place of a kernel: the same checks of its arguments, and the reference
+    executor."""
 
     def __init__(self, graph: KernelGraph) -> None:
         self.graph = graph
@@ -71,7 +72,7 @@ def _to_double(x: Any) -> Any:
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Of one seed for each shape."""
+    """Random tensors, of one seed for each shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
@@ -356,7 +357,7 @@ class _Part(nn.Module):
 
 
 def exported(fn: Any, inputs: Any) -> Any:
-    """What ``torch.export`` makes of a function, as it is traced."""
+    """The graph that ``torch.export`` makes of a function, as it is traced."""
     with torch.enable_grad():
         return trace._exported(fn, "fn", inputs, None, None, Observer(fn, frozenset()))[0]
 

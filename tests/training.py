@@ -37,7 +37,7 @@ class Case:
 
 
 def _rms(x: Any, w: Any = None, offset: float = 0.0, eps: float = 1e-6) -> Any:
-    """By its definition where there is an offset, which PyTorch has not."""
+    """RMSNorm, by its definition where there is an offset, which PyTorch has not."""
     if w is None or not offset:
         return F.rms_norm(x, x.shape[-1:], w, eps)
     return (F.rms_norm(x, x.shape[-1:], None, eps) * (w + offset)).to(x.dtype)
@@ -53,7 +53,7 @@ def _add_rms(x: Any, r: Any, w: Any) -> Any:
 
 
 def _layer(x: Any, w: Any = None, b: Any = None) -> Any:
-    """In steps where types differ, which PyTorch does not take in all combinations."""
+    """LayerNorm, in steps where types differ, which PyTorch does not take in all combinations."""
     if {t.dtype for t in (w, b) if t is not None} <= {x.dtype}:
         return F.layer_norm(x, x.shape[-1:], w, b)
     y = F.layer_norm(x, x.shape[-1:])
@@ -170,7 +170,7 @@ def total(made: Any) -> Any:
 
 
 def gradients_of(loss: Any, tensors: Sequence[Any], **options: Any) -> tuple[Any, ...]:
-    """Of a loss, for those tensors that have one."""
+    """The gradients of a loss, for those tensors that have one."""
     return torch.autograd.grad(loss, [t for t in tensors if t.requires_grad], **options)
 
 

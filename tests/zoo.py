@@ -302,7 +302,7 @@ def draw(
 
 
 def eager_norm_linear(inputs: Sequence[torch.Tensor], transposed: bool = False) -> torch.Tensor:
-    """What a person would write in PyTorch."""
+    """The function as a person would write it in PyTorch."""
     x, w, *gain = inputs
     y = torch.nn.functional.rms_norm(x, x.shape[-1:], *gain, eps=EPS)
     return torch.nn.functional.linear(y, w) if transposed else y @ w

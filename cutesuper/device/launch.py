@@ -1,4 +1,4 @@
-"""What a kernel does at its beginning: the launch that depends on the one before (programmatic
+"""The beginning of a kernel: the launch that depends on the one before (programmatic
 dependent launch), and the hand-over of registers between warpgroups."""
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ hide a whole row, its maximum is -inf and its exponentials and their sums are 0;
 ``exp(-inf - -inf) / 0``. Two rules make it 0, in the reference and in every kernel:
 
 * hidden minus hidden is hidden, so that its exponential is 0;
-* a divisor that is 0 because all its summands are hidden counts as 1.
+* a divisor that is 0 because all its summands are hidden counts as 1; not one that may be 0 in any
+  row, as a difference of hidden values or the `relu` of one.
 
 Values of such a row are followed from where they are hidden to where they are used, through all
 kernels of a program, so that only differences and quotients which can meet them get a guard.
@@ -16,7 +17,7 @@ their kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, isnan
 
 from cutesuper.ir.block import LOAD, STORE, BlockOp, BlockProgram, Copy, MuGraph, TensorSpec
@@ -42,10 +43,12 @@ class Fate:
     Attributes:
         value: the number.
         hidden: True if it has that value because the row is hidden; False for constants.
+        common: True if other rows may well have it too: differences are 0, and `relu` is.
     """
 
     value: float
     hidden: bool = True
+    common: bool = field(default=False, compare=False)
 
 
 Fates = list[Fate | None]
@@ -115,7 +118,11 @@ def _computed(kind: str, args: Sequence[Fate | None], attributes: Attributes) ->
         ]
         results.add(float(TABLE[kind].reference(numbers, attributes)))
     one = results.pop()
-    return None if results or isnan(one) else Fate(one)
+    if results or isnan(one):
+        return None
+    flat = facets(kind).flat and Fate(0.0) not in args  # a 0 that it does not merely hand on
+    common = any(a is not None and a.common for a in args)
+    return Fate(one, common=common or (one == 0.0 and (flat or facets(kind).subtracts)))
 
 
 def hides_difference(kind: str, args: Sequence[Fate | None]) -> bool:
@@ -125,7 +132,7 @@ def hides_difference(kind: str, args: Sequence[Fate | None]) -> bool:
 
 def empties_quotient(kind: str, args: Sequence[Fate | None]) -> bool:
     """True if an operation may divide by a sum of hidden elements only."""
-    return facets(kind).divides and args[1] is not None and args[1].hidden and args[1].value == 0.0
+    return facets(kind).divides and args[1] == Fate(0.0) and not args[1].common
 
 
 def guarded_graph(graph: KernelGraph, given: Mapping[int, Fate]) -> KernelGraph:
@@ -220,7 +227,7 @@ def _followed(mu: MuGraph) -> tuple[dict[str, TensorSpec], list[Fates]]:
         found.append(_fates(step.program, tensors))
         for op in step.program.stores():
             fate, name = found[-1][op.inputs[0]], op.attributes["tensor"]
-            if fate is not None and fate.hidden:
+            if fate is not None and fate.hidden and not fate.common:
                 tensors[name] = replace(tensors[name], hidden=fate.value)
     return tensors, found
 

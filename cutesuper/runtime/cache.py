@@ -8,6 +8,7 @@ written it (`cutesuper.runtime.private`).
 
     <root>/v1/<2 hex>/<64 hex>/{kernel.o, kernel.cubin, kernel.ptx, meta.json}
     <root>/v1/locks/<64 hex>.lock      one writer per key
+    <root>/v1/locks/all.lock           shared by writers; who clears the cache has it alone
     <root>/v1/tmp/                     entries being written
 """
 
@@ -151,7 +152,8 @@ class KernelCache:
         # Through JSON and back: the entry looks the same now and when it is read again.
         meta = json.loads(json.dumps(dict(meta)))
         try:
-            self._write(folder, meta, files)
+            with self._held("all", shared=True):
+                self._write(folder, meta, files)
         except OSError as error:
             warn_once(f"cannot write the kernel cache entry {folder}: {error}; going on without")
             return CacheEntry(digest, meta, dict(files), None)
@@ -164,7 +166,33 @@ class KernelCache:
         If the file system has no locks, this does nothing: two processes may then compile the same
         kernel, and the renames keep the entry whole.
         """
-        path = self._base / "locks" / f"{digest}.lock"
+        with self._held(digest):
+            yield
+
+    def entries(self) -> Iterator[CacheEntry]:
+        """All entries that are intact, in no particular order."""
+        for shelf in self._base.glob("[0-9a-f][0-9a-f]"):
+            for name in _listed(shelf):
+                if _DIGEST.fullmatch(name) and (entry := self.load(name)) is not None:
+                    yield entry
+
+    def clear(self) -> None:
+        """Remove all entries, and what was recorded of regions; loaded kernels stay usable. Locks
+        are kept: otherwise a process that waits on one would hold a lock that is invisible to
+        others."""
+        folders = self._base / "tmp", self._root / RECORDS
+        with self._held("all"):
+            for folder in (*self._base.glob("[0-9a-f][0-9a-f]"), *folders):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _base(self) -> Path:
+        return self._root / f"v{FORMAT}"
+
+    @contextlib.contextmanager
+    def _held(self, name: str, *, shared: bool = False) -> Iterator[None]:
+        """Hold a file lock, alone or with others that share it; nothing without such locks."""
+        path = self._base / "locks" / f"{name}.lock"
         try:
             if fcntl is None:
                 raise OSError("no file locks")
@@ -176,28 +204,10 @@ class KernelCache:
             return
         try:
             with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                fcntl.flock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield
         finally:
             os.close(handle)
-
-    def entries(self) -> Iterator[CacheEntry]:
-        """All entries that are intact, in no particular order."""
-        for folder in self._base.glob("[0-9a-f][0-9a-f]/*"):
-            if _DIGEST.fullmatch(folder.name) and (entry := self.load(folder.name)) is not None:
-                yield entry
-
-    def clear(self) -> None:
-        """Remove all entries, and what was recorded of regions; loaded kernels stay usable. Locks
-        are kept: otherwise a process that waits on one would hold a lock that is invisible to
-        others."""
-        folders = self._base / "tmp", self._root / RECORDS
-        for folder in (*self._base.glob("[0-9a-f][0-9a-f]"), *folders):
-            shutil.rmtree(folder, ignore_errors=True)
-
-    @property
-    def _base(self) -> Path:
-        return self._root / f"v{FORMAT}"
 
     def _write(self, folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         scratch_root = self._base / "tmp"
@@ -268,6 +278,14 @@ def cache_or_default(cache: KernelCache | None) -> KernelCache:
             f"{ROOT_VARIABLE} in the environment names the default one's folder"
         )
     return cache
+
+
+def _listed(folder: Path) -> list[str]:
+    """The names in a folder; none if another process has just cleared it away."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _entry_folder(root: Path, digest: str) -> Path:
@@ -348,8 +366,13 @@ def temporary_root(requested: str) -> Path:
         CacheError: others could exchange it.
     """
     del requested
-    root = Path(tempfile.mkdtemp(prefix="cutesuper-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    root, owner = Path(tempfile.mkdtemp(prefix="cutesuper-")), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a forked process ends earlier, and has the same exit handlers
+            shutil.rmtree(root, ignore_errors=True)
+
+    atexit.register(remove)
     return checked_temporary(root)
 
 

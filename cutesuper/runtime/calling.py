@@ -165,8 +165,12 @@ class Program(ABC):
             return results
         return results[0] if len(results) == 1 else tuple(results)
 
-    def __deepcopy__(self, memo: Any) -> Program:
+    def __copy__(self) -> Program:
         """Return the program itself: it is immutable, and its loaded code cannot be copied."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Program:
+        """Return the program itself, like `__copy__`."""
         return self
 
     def __reduce__(self) -> Any:

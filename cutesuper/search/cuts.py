@@ -422,7 +422,7 @@ class Segments:
         return self._marks[order]
 
     def ends(self, order: tuple[int, ...], n: int) -> Iterable[int]:
-        """Where a kernel that begins at the n-th mark of an order may end."""
+        """The marks at which a kernel that begins at the n-th mark of an order may end."""
         marks = self.marks(order)
         whole = () if marks[n] else marks[-1:]
         return dict.fromkeys((*marks[n + 1 : n + 1 + MAX_SEGMENT], *whole))

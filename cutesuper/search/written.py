@@ -231,7 +231,7 @@ class Written:
         )
 
     def _monoid(self, i: int) -> Monoid:
-        """How the parts of a value are combined."""
+        """The monoid that combines the parts of a value."""
         while self.ops[i].kind in ENDING:
             i = self.ops[i].inputs[0]
         return self.ops[i].facets.reduces or SUM

@@ -1,4 +1,4 @@
-"""Where everything in a drawing of a kernel is: rows of boxes, boxes of loops, paths of edges.
+"""Places in a drawing of a kernel: rows of boxes, boxes of loops, paths of edges.
 
 From top to bottom: the tensors that a kernel reads, the kernel (a box with its operations, those
 that run in the loop in an inner box), the tensors that it writes. Rows are computed here, positions

@@ -55,7 +55,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a kernel is made for: inputs of sizing and planning besides its program.
+    """The inputs of sizing and planning besides the program: GPU, tensors, kind of launch.
 
     Attributes:
         target: the GPU.

@@ -160,7 +160,7 @@ class _Check:
         return full
 
     def _loaded(self, step: KernelStep, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """What a kernel reads, and what it puts rows into."""
+        """The tensors that a kernel reads, and those that it puts rows into."""
         return {n: self._value(tensors[n]) for n in (*step.reads, *step.bases.values())}
 
     def _value(self, x: Any) -> Any:

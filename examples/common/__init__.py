@@ -1,1 +1,2 @@
-"""What examples share: options, ways of computing the same, their comparison, times, plots."""
+"""Common parts of the examples: options, ways of computing the same, their comparison, times,
+plots."""

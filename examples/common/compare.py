@@ -41,7 +41,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one way.
+    """The result of one way.
 
     Attributes:
         task, way: names.
@@ -61,7 +61,7 @@ class Result:
 
     @property
     def fine(self) -> bool:
-        """Whether it is right; an error that is not a number is too large."""
+        """True if it is right; an error that is not a number is too large."""
         return self.error <= self.allowed
 
 
@@ -100,7 +100,7 @@ def attempt(
 
 
 def limits(values: Outputs, exact: Outputs, dtype: torch.dtype) -> dict[str, float]:
-    """What the rule allows, given the results of eager PyTorch."""
+    """The errors that the rule allows, given the results of eager PyTorch."""
     ulp = torch.finfo(dtype).eps
     return {name: 2 * relative(values[name], exact[name]) + 2 * ulp for name in exact}
 

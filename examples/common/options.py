@@ -44,7 +44,7 @@ def parser(description: str, sizes: Mapping[str, Size]) -> argparse.ArgumentPars
 def sizes_of(
     p: argparse.ArgumentParser, args: argparse.Namespace, sizes: Mapping[str, Size]
 ) -> dict[str, int]:
-    """What was asked for, or the error of the parser."""
+    """The sizes that were asked for, or the error of the parser."""
     n = {
         name: v if (v := getattr(args, name)) is not None else getattr(size, args.device)
         for name, size in sizes.items()

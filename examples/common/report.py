@@ -1,4 +1,4 @@
-"""What examples say: a table, a verdict, a plot, JSON."""
+"""The output of examples: a table, a verdict, a plot, JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_PLOT = "no plot: matplotlib is not installed (pip install matplotlib)"
 
 
 def device_name(device: torch.device) -> str:
-    """Of the GPU, or of the processor's architecture."""
+    """The name of the GPU, or of the processor's architecture."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} ({torch.get_num_threads()} threads)"
@@ -43,7 +43,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def verdict(results: Sequence[Result]) -> tuple[bool, str]:
-    """Whether all ways are right, and a sentence that says so; times of wrong results mean
+    """True if all ways are right, and a sentence that says so; times of wrong results mean
     nothing."""
     wrong = [r for r in results if not r.fine]
     if not wrong:
@@ -102,7 +102,7 @@ def write_json(
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -33,12 +33,12 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of an embedding."""
+        """The width of an embedding."""
         return self.bottom[-1]
 
     @property
     def interactions(self) -> int:
-        """What the top MLP gets: the bottom's result and all pairs, in whole multiples of 8."""
+        """The input of the top MLP: the bottom's result and all pairs, in whole multiples of 8."""
         return -(-(self.width + (CATEGORIES + 1) * CATEGORIES // 2) // 8) * 8
 
 
@@ -91,7 +91,7 @@ Add = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def torch_add(x: Tensor, p: Tensor, bias: Tensor) -> Tensor:
-    """What LoRA adds to a layer, in PyTorch."""
+    """The addition of LoRA to a layer, in PyTorch."""
     return F.relu(x + SCALE * p + bias)
 
 

@@ -41,14 +41,14 @@ LLAMA_3_8B = Shape(128256, 4096, 32, 32, 8, 128, 14336)
 
 
 class Cache(NamedTuple):
-    """Of one layer: keys and values, each [batch, groups, capacity, head]."""
+    """The cache of one layer: keys and values, each [batch, groups, capacity, head]."""
 
     keys: Tensor
     values: Tensor
 
 
 class Place(NamedTuple):
-    """Where the sequences are, the same for all layers of a step.
+    """The place of the sequences in their cache, the same for all layers of a step.
 
     Attributes:
         rows: int64 [batch], 0, 1, ...
@@ -103,7 +103,7 @@ def attend(q: Tensor, place: Place, cache: Cache) -> Tensor:
 
 
 def output(y: Tensor, out: Tensor, x: Tensor) -> Tensor:
-    """What comes of the attention, and the residual."""
+    """The result of the attention, and the residual."""
     return x + F.linear(y, out)
 
 
@@ -125,7 +125,7 @@ def score(x: Tensor, norm: Tensor, head: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layer and the head are made of; the ways of decoding differ in these."""
+    """The parts of a layer and of the head; the ways of decoding differ in these."""
 
     project: Callable[[Tensor, Tensor, Tensor], Tensor] = project
     turn: Callable[[Tensor, Place, Cache], Tensor] = turn
@@ -182,7 +182,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", turned.sin().to(self.norm.dtype), persistent=False)
 
     def place(self, positions: Tensor) -> Place:
-        """Where a step finds the sequences."""
+        """The place where a step finds the sequences."""
         behind = torch.arange(self.capacity, device=positions.device) > positions[:, None]
         mask = torch.zeros(behind.shape, dtype=self.cos.dtype, device=positions.device)
         return Place(
@@ -195,7 +195,7 @@ class Llama(nn.Module):
         )
 
     def new_cache(self, batch: int, generator: torch.Generator) -> list[Cache]:
-        """As if something had been read: random keys and values."""
+        """A cache as if something had been read: random keys and values."""
         shape = (batch, self.shape.groups, self.capacity, self.shape.head)
         options = {"dtype": self.cos.dtype, "device": self.cos.device}
         return [
@@ -204,7 +204,7 @@ class Llama(nn.Module):
         ]
 
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Place]:
-        """What the first layer gets."""
+        """The input of the first layer."""
         return self.embedding[tokens], self.place(positions)
 
     def forward(self, tokens: Tensor, positions: Tensor, caches: list[Cache]) -> Tensor:
@@ -230,7 +230,7 @@ def decode(
 
 
 def angles(positions: Tensor, head: int) -> Tensor:
-    """By which the pairs of a head are turned, float64 [positions, head / 2]."""
+    """The angles by which the pairs of a head are turned, float64 [positions, head / 2]."""
     slower = torch.arange(0, 1, 2 / head, dtype=torch.float64, device=positions.device)
     return torch.outer(positions.double(), ROTARY_BASE**-slower)
 
@@ -282,7 +282,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _attention(qkv: Tensor, past: list[Tensor], turned: Tensor) -> Tensor:
-    """Of new positions to those before them: [batch, length, heads * head]."""
+    """Attention of new positions to those before them: [batch, length, heads * head]."""
     batch, groups, start, head = past[0].shape
     length = qkv.shape[1]
     q, k, v = (

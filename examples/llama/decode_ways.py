@@ -34,14 +34,14 @@ KERNELS = [
 
 @contextmanager
 def fastest_attention() -> Iterator[None]:
-    """In which scaled_dot_product_attention takes the kernel that suits decoding."""
+    """A context in which scaled_dot_product_attention takes the kernel that suits decoding."""
     with sdpa_kernel(KERNELS, set_priority=True):
         yield
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a step is computed.
+    """A way to compute a step.
 
     Attributes:
         step: all of it.

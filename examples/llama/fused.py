@@ -40,5 +40,5 @@ class Fused:
 
 
 def times(g: Any, x: Any, weight: Any) -> Any:
-    """In a kernel graph, x by a weight as nn.Linear has it."""
+    """The product, in a kernel graph, of x and a weight as nn.Linear has it."""
     return g.matmul(x, g.transpose(weight))

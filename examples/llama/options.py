@@ -29,7 +29,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def plan(p: argparse.ArgumentParser, args: argparse.Namespace, device: torch.device) -> Plan:
-    """What was asked for, or the error of the parser."""
+    """The plan that was asked for, or the error of the parser."""
     n = options.sizes_of(p, args, SIZES)
     if n["head"] % 2 or n["width"] % n["head"]:
         p.error(f"--width {n['width']} --head {n['head']}: the width must be a multiple of that "

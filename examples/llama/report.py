@@ -1,4 +1,4 @@
-"""What the training examples say: a table, whether losses agree, a plot, JSON."""
+"""The output of the training examples: a table, whether losses agree, a plot, JSON."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def difference(a: Result, b: Result) -> float:
 
 
 def agreement(plan: Plan, results: list[Result]) -> tuple[bool, str]:
-    """Whether all loss curves are the same within the tolerance, and a sentence that says so.
+    """True if all loss curves are the same within the tolerance, and a sentence that says so.
 
     A loss that is not a number agrees with nothing.
     """

@@ -18,7 +18,7 @@ from llama.text import make_text
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is run: its operators, and whether torch.compile gets it."""
+    """A way to run a model: its operators, and whether torch.compile gets it."""
 
     operators: Operators
     compiled: bool = False
@@ -34,7 +34,8 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained. The seed makes the first weights and the text; `batch` counts sequences."""
+    """The training: its model, text and steps. The seed makes the first weights and the text;
+    `batch` counts sequences."""
 
     shape: Shape
     batch: int
@@ -45,7 +46,7 @@ class Plan:
 
     @property
     def learning_rate(self) -> float:
-        """Of the steps behind the warm-up of the rate."""
+        """The learning rate of the steps behind its warm-up."""
         return 0.02 / self.shape.width**0.5
 
     def text(self) -> tuple[Tensor, Tensor]:
@@ -63,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one way: a loss per step, and the median time of a step behind the warm-up."""
+    """The result of one way: a loss per step, and the median time of a step behind the warm-up."""
 
     way: str
     losses: list[float]

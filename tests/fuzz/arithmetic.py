@@ -82,7 +82,7 @@ class Numbers:
         return torch.where(keep, x, other)
 
     def move(self, f: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """What only moves elements."""
+        """Apply an operator that only moves elements."""
         return f(*args)
 
     def store(self, x: Tensor, dtype: torch.dtype, limited: bool = True) -> Tensor:
@@ -98,7 +98,7 @@ class Numbers:
         return torch.where(x.isfinite() & (x != 0), x + r * (u * x.abs() + tiny), x)
 
     def value(self, x: Tensor) -> Tensor:
-        """As plain numbers."""
+        """The value as plain numbers."""
         return x
 
     def _noise(self, x: Tensor, size: Tensor, ulp: float) -> Tensor:
@@ -173,7 +173,7 @@ class Balls:
         return Ball(torch.where(keep, x.v, other), torch.where(keep, x.e, 0.0))
 
     def move(self, f: Callable[..., Tensor], *args: Ball) -> Ball:
-        """What only moves elements."""
+        """Apply an operator that only moves elements."""
         return Ball(f(*(a.v for a in args)), f(*(a.e for a in args)))
 
     def store(self, x: Ball, dtype: torch.dtype, limited: bool = True) -> Ball:
@@ -185,7 +185,7 @@ class Balls:
         return self._ball(x.v, torch.where(beyond, torch.inf, e))
 
     def value(self, x: Ball) -> Tensor:
-        """As plain numbers."""
+        """The value as plain numbers."""
         return x.v
 
     def _blurred(self, e: Tensor, args: tuple[Ball, ...]) -> Tensor:

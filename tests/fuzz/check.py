@@ -58,7 +58,7 @@ MUTANTS = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """How programs are looked at.
+    """The settings with which programs are looked at.
 
     Attributes:
         budget_s: of a search.
@@ -99,7 +99,7 @@ class Stage:
 
 
 def examined(examine: Any, settings: Settings) -> Outcome:
-    """What comes of ``examine(stage)``, whatever happens in it."""
+    """The outcome of ``examine(stage)``, whatever happens in it."""
     stage, start = Stage(), time.process_time()
     try:
         with limited(settings.limit_s):
@@ -133,7 +133,7 @@ class Refused(Exception):
 
 
 def check_case(case: Case, settings: Settings) -> Outcome:
-    """What comes of a program."""
+    """The outcome of a program."""
     return examined(lambda stage: _Examination(case, settings, stage).run(), settings)
 
 

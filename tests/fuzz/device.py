@@ -99,7 +99,7 @@ def launched(
 
 
 def bits(x: Tensor) -> Tensor:
-    """As integers: NaN is not equal to itself."""
+    """The bits as integers: NaN is not equal to itself."""
     return x.contiguous().view(BITS[x.element_size()])
 
 

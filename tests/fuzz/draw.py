@@ -273,7 +273,7 @@ def prepared(d: Draw, name: str, i: int) -> int:
 
 
 def _partner(d: Draw, i: int) -> int | float:
-    """What broadcasts with a value: another one, a constant, or a new input."""
+    """A value that broadcasts with this one: another one, a constant, or a new input."""
     rng, shape = d.rng, d.dims(i)
     fits = [
         j
@@ -289,7 +289,7 @@ def _partner(d: Draw, i: int) -> int | float:
 
 
 def cs_broadcast(a: Any, b: Any) -> bool:
-    """Whether shapes broadcast."""
+    """True if shapes broadcast."""
     pairs = zip(reversed(a), reversed(b), strict=False)
     return all(m == n or 1 in (m, n) for m, n in pairs)
 
@@ -611,7 +611,7 @@ def attention_by_hand(d: Draw) -> None:
 
 
 def softmax_by_hand(d: Draw, x: int) -> int:
-    """With the maximum or, of small scores, without."""
+    """A softmax with the maximum or, of small scores, without."""
     e = d.step("exp", d.step("sub", x, d.step("max", x, dim=-1)) if d.rng.random() < 0.8 else x)
     return d.step("div", e, d.step("sum", e, dim=-1))
 

@@ -1,4 +1,4 @@
-"""What each operator of the table should compute, written once more.
+"""Formulas of all operators of the table, written once more.
 
 Nothing here calls the references of the package: a formula is a function ``f(m, args, attributes,
 dtype)`` over the operations of `tests.fuzz.arithmetic`. Operators made of others round in between
@@ -116,7 +116,7 @@ def _convert(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dty
 
 @formula("gelu")
 def _gelu(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
-    """In the form that everybody uses, whose error is one of x where the result is small."""
+    """GELU in the usual form, whose error is one of x where the result is small."""
     share = m.function(lambda x: torch.erf(x / math.sqrt(2)), args[0])
     return m.function(lambda x, s: 0.5 * x * (1 + s), args[0], share)
 
@@ -187,7 +187,7 @@ def _length_mask(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch
 
 
 def seen(shape: Any, lengths: Tensor, causal: bool) -> Tensor:
-    """Which scores of a shape lie in their sequence; a longer one ends with the columns."""
+    """A mask of the scores that lie in their sequence; a longer one ends with the columns."""
     rows, columns = shape[-2:]
     more = [1] * (len(shape) - lengths.dim())
     ends = lengths.long().clamp(max=columns).reshape(*lengths.shape, *more)

@@ -79,7 +79,7 @@ class Function:
 
     @property
     def parts(self) -> list[str]:
-        """What it is made of."""
+        """The operators that it is made of."""
         return sorted({x.text for x in self.lines})
 
     def pruned(self) -> Function:
@@ -106,7 +106,7 @@ class Function:
         return "\n".join([*lines, f"    return ({''.join(f'v{i}, ' for i in self.outputs)})"])
 
     def names(self) -> list[str]:
-        """Of all values."""
+        """The names of all values."""
         return [f"v{i}" for i in range(len(self.sources) + len(self.lines))]
 
     def callable(self, exact: bool = False) -> Callable[..., tuple[Tensor, ...]]:
@@ -129,7 +129,7 @@ class Function:
 
     @staticmethod
     def loads(data: dict[str, Any]) -> Function:
-        """What `dumps` wrote, parsed."""
+        """Parse the text that `dumps` wrote."""
         return Function(
             tuple(Source(**{**s, "shape": tuple(s["shape"])}) for s in data["sources"]),
             tuple(Line(x["text"], tuple(x["operands"])) for x in data["lines"]),
@@ -156,7 +156,7 @@ class Function:
 
 
 def types(exact: bool) -> dict[str, torch.dtype]:
-    """What the names of element types in the text of a function stand for."""
+    """The element types that names in the text of a function stand for."""
     names = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return dict.fromkeys(names, torch.float64) if exact else names
 
@@ -334,7 +334,7 @@ class _Draw:
         return len(self.values) - 1 - late
 
     def shape_of(self, v: int) -> tuple[Any, ...]:
-        """With the dynamic extent in front, if it is there."""
+        """The shape, with the dynamic extent in front if it is there."""
         shape = tuple(self.values[v].shape)
         if self.dynamic and shape and shape[0] == self.hint:
             return (ROWS, *shape[1:])
@@ -376,7 +376,7 @@ class Noise(TorchDispatchMode):
 
 
 def wanted_of(f: Function, inputs: list[Tensor]) -> list[Expected]:
-    """What the results of a function should be."""
+    """The right results of a function."""
     double = [x.double() for x in inputs]
     exact = f.callable(exact=True)
     values = exact(*double)
@@ -391,7 +391,7 @@ def wanted_of(f: Function, inputs: list[Tensor]) -> list[Expected]:
 
 
 def gradients_wanted(f: Function, inputs: list[Tensor]) -> list[Expected]:
-    """What the gradients of the sum of all outputs should be."""
+    """The right gradients of the sum of all outputs."""
     exact = _gradients(f.callable(exact=True), [x.double() for x in inputs])
     eager = _gradients(f.callable(), inputs)
     u = max(unit(x.dtype) for x in inputs)
@@ -425,7 +425,7 @@ def _expected(v: Tensor, eager: Tensor, noisy: list[Tensor]) -> Expected:
 
 
 def check_function(f: Function, settings: Settings) -> Outcome:
-    """What comes of a function."""
+    """The outcome of a function."""
     return examined(lambda stage: _run(f, settings, stage), settings)
 
 
@@ -460,7 +460,7 @@ def _called(program: Any, inputs: list[Tensor], wanted: list[Expected], f: Funct
 
 
 def dynamic_shapes(f: Function) -> Any:
-    """As ``torch.export.export`` takes them; None where all extents are known."""
+    """The argument of ``torch.export.export``; None where all extents are known."""
     if not f.dynamic:
         return None
     dim = torch.export.Dim(ROWS)
@@ -484,7 +484,7 @@ def traced(f: Function, inputs: list[Tensor], settings: Settings, stage: Stage) 
 
 
 class BlockKernel:
-    """In the place of a kernel: the same search, and its block programs run by PyTorch."""
+    """Stands in the place of a kernel: the same search, and its block programs run by PyTorch."""
 
     def __init__(self, graph: KernelGraph, settings: Settings) -> None:
         self.graph = graph

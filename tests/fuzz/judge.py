@@ -112,7 +112,7 @@ def _factors(graph: KernelGraph, node: Node) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Expected:
-    """What an output should be.
+    """The right value of an output.
 
     Attributes:
         ball: exact numbers and bounds.
@@ -138,7 +138,7 @@ class Verdict:
 
     @property
     def wrong(self) -> bool:
-        """Whether the output will not do."""
+        """True if the output will not do."""
         return self.kind == "wrong"
 
 
@@ -146,7 +146,7 @@ RIGHT = Verdict("right")
 
 
 def expected(graph: KernelGraph, inputs: Sequence[Tensor]) -> list[Expected]:
-    """What the outputs of a kernel graph should be."""
+    """The right outputs of a kernel graph."""
     balls = run(graph, inputs, Balls())
     runs = [run(graph, inputs, Numbers("nearest"))]
     runs += [run(graph, inputs, Numbers("random", s)) for s in range(SAMPLES)]

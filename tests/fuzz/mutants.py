@@ -1,4 +1,5 @@
-"""What the verifier has to refuse: the block program of another program, with one thing changed."""
+"""Programs that the verifier has to refuse: the block program of another program, with one thing
+changed."""
 
 from __future__ import annotations
 

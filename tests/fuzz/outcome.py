@@ -1,4 +1,4 @@
-"""What came of a program, and how many had which outcome."""
+"""Outcomes of programs, and their counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIKE_IT = 12
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one program.
+    """The outcome of one program.
 
     Attributes:
         kind: "right"; "unjudged" (no element has a bound); "refused" (a documented error); "slow";
@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def finding(self) -> bool:
-        """Whether somebody has to look at it."""
+        """True if it has to be looked at."""
         return self.kind in FINDINGS
 
 
@@ -59,7 +59,8 @@ def of_exception(error: BaseException, stage: str) -> Outcome:
 
 
 def of_machine(error: PtxError, stage: str) -> Outcome:
-    """What the machine of `tests.ptx` stopped a kernel for; numbers and registers are left out."""
+    """The reason for which the machine of `tests.ptx` stopped a kernel; numbers and registers are
+    left out."""
     what = re.sub(r"^instruction \d+ `[^`]*`, block [\d ]+, warp \d+: ", "", str(error))
     reason = re.sub(r"`[^`]*`|%\w+|(?<!\w)-?\d+", "..", what)
     return Outcome("illegal", f"{stage}, {reason[:100]}", str(error))
@@ -126,7 +127,7 @@ class Tally:
         self.seconds = max(self.seconds, other.seconds)
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The outcome as JSON has it."""
         return {
             "counts": dict(self.counts), "refused": dict(self.refused.most_common()),
             "operators": dict(self.operators.most_common()), "findings": self.findings,
@@ -141,12 +142,12 @@ class Tally:
 
     @staticmethod
     def read(file: Path) -> Tally:
-        """What `save` wrote."""
+        """Read the file that `save` wrote."""
         return Tally.of(json.loads(file.read_text(encoding="utf-8")))
 
     @staticmethod
     def of(data: dict[str, Any]) -> Tally:
-        """What `data` wrote."""
+        """The outcome that `data` wrote."""
         return Tally(
             Counter(data["counts"]), Counter(data["refused"]), Counter(data["operators"]),
             data["findings"], Counter(data["repeated"]), data["seconds"],

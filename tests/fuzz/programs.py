@@ -107,7 +107,7 @@ class Case:
 
     @staticmethod
     def loads(data: dict[str, Any]) -> Case:
-        """What `dumps` wrote, parsed."""
+        """Parse the text that `dumps` wrote."""
         return Case(
             tuple(Source(**{**s, "shape": tuple(s["shape"])}) for s in data["sources"]),
             tuple(Step(s["operator"], tuple(s["operands"]), _tupled(s["attributes"]))
@@ -130,7 +130,7 @@ class Case:
 
     @property
     def parts(self) -> list[str]:
-        """What it is made of, in order."""
+        """The operators that it is made of, in order."""
         return sorted(self.operators | ({"grad"} if self.wrt is not None else set()))
 
     def code(self) -> str:

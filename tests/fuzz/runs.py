@@ -25,7 +25,7 @@ EVERY = 3
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: see ``python -m tests.fuzz --help``."""
+    """A plan of programs to run: see ``python -m tests.fuzz --help``."""
 
     seed: int = 0
     first: int = 0
@@ -43,18 +43,18 @@ class Plan:
     journal: Path | None = None
 
     def settings(self, index: int) -> Settings:
-        """Of one program."""
+        """The settings of one program."""
         chance = random.Random(f"{self.seed}:{index}:compile").random()
         return Settings(self.budget_s, limit_s=self.limit_s, compile=chance < self.compile,
                         gpu=self.gpu or self.ptx)  # fmt: skip
 
     @property
     def options(self) -> str:
-        """Of the command line that runs a finding again."""
+        """The options of the command line that runs a finding again."""
         return "--ptx " * self.ptx + "--gpu " * self.gpu
 
     def front_of(self, index: int) -> str:
-        """Which front a program is of."""
+        """The front that a program is of."""
         if self.front == "both":
             return "torch" if index % EVERY == EVERY - 1 else "graph"
         return self.front
@@ -66,7 +66,7 @@ def drawn(seed: int, index: int, front: str) -> Program:
 
 
 def check(program: Program, settings: Settings) -> Outcome:
-    """What comes of a program of either front."""
+    """The outcome of a program of either front."""
     if isinstance(program, Function):
         return check_function(program, settings)
     return check_case(program, settings)
@@ -150,7 +150,7 @@ def smaller(program: Program, outcome: Outcome, settings: Settings) -> Program:
 
 
 def _note(plan: Plan, name: str) -> None:
-    """Where a process was, if it should not come back."""
+    """Note where a process was, if it should not come back."""
     if plan.journal is not None:
         plan.journal.write_text(name, encoding="utf-8")
 
@@ -166,7 +166,7 @@ class Replay:
 
     @staticmethod
     def of(text: str) -> Replay:
-        """From ``SEED:INDEX``, ``SEED:INDEX:FRONT``, JSON, or the name of a file with JSON.
+        """Read it from ``SEED:INDEX``, ``SEED:INDEX:FRONT``, JSON, or the name of a file with JSON.
 
         Raises:
             ValueError: none of these.

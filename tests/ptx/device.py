@@ -83,7 +83,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 class _Generator(torch.Generator):
-    """Of the CPU, whatever device is asked for."""
+    """A generator of the CPU, whatever device is asked for."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return super().__new__(cls, _on_cpu(device))

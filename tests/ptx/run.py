@@ -338,7 +338,7 @@ def _special(name: str) -> int:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How the machine runs: the order that ``seed`` draws, products ``late`` or at once, clusters
+    """Conditions of a run: the order that ``seed`` draws, products ``late`` or at once, clusters
     that are ``resident`` at a time, and the ``limit`` of instructions."""
 
     seed: int = 1

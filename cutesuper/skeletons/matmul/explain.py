@@ -41,6 +41,24 @@ def _text(plan: MatmulPlan, expression: ThreadExpression) -> str:
 
 def matmul_lines(plan: MatmulPlan) -> list[str]:
     """Tiles, grid, ring, and every expression, line by line."""
+    lines = [*_loop_lines(plan), *_operand_lines(plan), *(_tail_line(plan, t) for t in plan.tails)]
+    if plan.cluster > 1:
+        lines.append(
+            f"cluster: each block finishes {plan.tile[1] // plan.cluster} columns; "
+            f"{plan.exchange_bytes} bytes of partial sums arrive through distributed shared memory"
+        )
+    for i, e in enumerate(plan.row_values.values()):
+        lines.append(f"row{i}, once per row: {_text(plan, e)}")
+    lines += [*_reduction_lines(plan), *_output_lines(plan)]
+    lines.append(f"barriers: {_barriers(plan)}; {plan.shared_bytes} bytes of shared memory")
+    if plan.schedule.dependent_launch:
+        early = [a.name for a in plan.arguments if a.constant] or ["nothing"]
+        lines.append(f"dependent launch: {', '.join(early)} loaded before the dependency wait")
+    return lines
+
+
+def _loop_lines(plan: MatmulPlan) -> list[str]:
+    """The grid, the threads, the ring, and how blocks walk and share."""
     m, n, k = plan.tile
     s = plan.schedule
     x, y, z = grid_shape(plan)
@@ -55,8 +73,8 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
         + (f", {plan.copiers} copier warps" if plan.copiers else "")
         + ", 1 producer warp",
         f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_ring(plan)}",
+        *_copy_lines(plan),
     ]
-    lines += _copy_lines(plan)
     if s.share_rows > 1:
         lines.append(
             f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
@@ -66,6 +84,12 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
             f"clusters walk over groups of {plan.group} tiles along {plan.row}, step by step along "
             f"{plan.column}"
         )
+    return lines
+
+
+def _operand_lines(plan: MatmulPlan) -> list[str]:
+    """Changes of the row operand, and the sums that are accumulated beside the products."""
+    lines: list[str] = []
     if plan.shift is not None:
         names = [plan.arguments[plan.staged(i).argument].name for i in plan.shift.source.leaves]
         lines.append(
@@ -83,28 +107,22 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
         scale = f" * {st.scale:g}" if st.scale != 1 else ""
         text = _text(plan, st.source)
         lines.append(f"statistic{i} per row, in the same loop: {st.op} of {text}{scale}")
-    lines += [_tail_line(plan, t) for t in plan.tails]
-    if plan.cluster > 1:
-        lines.append(
-            f"cluster: each block finishes {n // plan.cluster} columns; {plan.exchange_bytes} "
-            "bytes of partial sums arrive through distributed shared memory"
-        )
-    for i, e in enumerate(plan.row_values.values()):
-        lines.append(f"row{i}, once per row: {_text(plan, e)}")
-    lines += _reduction_lines(plan)
+    return lines
+
+
+def _output_lines(plan: MatmulPlan) -> list[str]:
+    """The expression of each output, and how it is stored."""
+    lines: list[str] = []
+    bulk = plan.schedule.bulk_store
     for o in plan.outputs:
         name = plan.arguments[o.view.argument].name
         whole = plan.column in o.view.labels
-        how = f", {STORE_ROWS}x{STORE_COLUMNS} a bulk store" if whole and s.bulk_store else ""
+        how = f", {STORE_ROWS}x{STORE_COLUMNS} a bulk store" if whole and bulk else ""
         how = how if whole else ", once per row"
         lines.append(f"{name} = {_text(plan, o.expression)}{how}")
-    if s.bulk_store and plan.pieced:
+    if bulk and plan.pieced:
         loaded = plan.names(plan.loads[op] for op in plan.pieced)
         lines.append(f"{loaded}: a bulk load into the place of each piece that leaves")
-    lines.append(f"barriers: {_barriers(plan)}; {plan.shared_bytes} bytes of shared memory")
-    if s.dependent_launch:
-        early = [a.name for a in plan.arguments if a.constant] or ["nothing"]
-        lines.append(f"dependent launch: {', '.join(early)} loaded before the dependency wait")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from cutesuper.errors import LoweringError
@@ -428,42 +428,19 @@ class Roles:
         reductions: tuple[ColumnReduction, ...],
     ) -> Ends:
         """Fuse the operations between the loop and the stores."""
-        ops = self.program.ops
-        accumulators = accumulators | {f for t in tails for _, f in t.products}
+        products = accumulators | {f for t in tails for _, f in t.products}
+        products |= {r.value for r in reductions}
         reduced = {s.value for s in statistics}
-        along_columns = {r.value for r in reductions}
-        per_row = set(self.batch) | {self.row}
-        uses_statistic, uses_other = [False] * len(ops), [False] * len(ops)
-        for i, op in enumerate(ops):
-            uses_statistic[i] = i in reduced or any(uses_statistic[j] for j in op.inputs)
-            direct = op.kind == LOAD or i in along_columns
-            direct = direct or any(uses_other[j] for j in op.inputs)
-            uses_other[i] = i not in reduced and direct
-
-        def is_row_value(i: int) -> bool:
-            return uses_statistic[i] and not uses_other[i] and set(ops[i].dims) <= per_row
+        row_values = self._row_values(reduced, {r.value for r in reductions})
 
         def is_leaf(i: int) -> bool:
-            known = i in accumulators or i in along_columns
-            return known or is_row_value(i) or self._is_load(i)
+            return i in products or i in row_values or self._is_load(i)
 
         def fused(e: ThreadExpression, what: str) -> ThreadExpression:
             return fuse(self.program, e.leaves[0], is_leaf, f"{self.where}, {what}")
 
-        stores: list[Output] = []
-        for op in self.program.stores():
-            what = f"store of {op.attributes['tensor']}"
-            if between := self.hidden & set(op.dims):
-                raise LoweringError(
-                    f"{self.where}, {what}: what lies between two products ({', '.join(between)}) "
-                    "stays in the block; store it by another kernel"
-                )
-            expression = fused(ThreadExpression(op.inputs, ()), what)
-            if not (accumulators | along_columns) & set(expression.leaves):
-                raise LoweringError(f"{self.where}, {what}: it does not depend on a product")
-            stores.append(Output(view_of(op, self.arguments), expression))
         ends = Ends(
-            tuple(stores),
+            tuple(self._stored(op, fused, products) for op in self.program.stores()),
             tuple(replace(t, source=fused(t.source, f"product over {t.hidden}")) for t in tails),
             tuple(
                 replace(r, source=fused(r.source, f"reduction over {self.column}"))
@@ -472,18 +449,47 @@ class Roles:
             {}, {},
         )  # fmt: skip
         leaves = sorted({leaf for e in ends.expressions for leaf in e.leaves})
-
-        def is_statistic(i: int) -> bool:
-            return i in reduced
-
         where = f"{self.where}, row values"
         return replace(
             ends,
             row_values={
-                i: fuse(self.program, i, is_statistic, where) for i in leaves if is_row_value(i)
+                i: fuse(self.program, i, lambda j: j in reduced, where)
+                for i in leaves
+                if i in row_values
             },
             loads={i: self._view(i) for i in leaves if self._is_load(i)},
         )
+
+    def _row_values(self, reduced: set[int], along_columns: set[int]) -> set[int]:
+        """Operations that compute one number of each row, from statistics and constants alone."""
+        ops, per_row = self.program.ops, set(self.batch) | {self.row}
+        uses_statistic, uses_other = [False] * len(ops), [False] * len(ops)
+        for i, op in enumerate(ops):
+            uses_statistic[i] = i in reduced or any(uses_statistic[j] for j in op.inputs)
+            direct = op.kind == LOAD or i in along_columns
+            direct = direct or any(uses_other[j] for j in op.inputs)
+            uses_other[i] = i not in reduced and direct
+        of_rows = (i for i, op in enumerate(ops) if set(op.dims) <= per_row)
+        return {i for i in of_rows if uses_statistic[i] and not uses_other[i]}
+
+    def _stored(
+        self,
+        op: BlockOp,
+        fused: Callable[[ThreadExpression, str], ThreadExpression],
+        products: set[int],
+    ) -> Output:
+        """An output of the kernel. Raises LoweringError if no product is in it, or only one that
+        others follow."""
+        what = f"store of {op.attributes['tensor']}"
+        if between := self.hidden & set(op.dims):
+            raise LoweringError(
+                f"{self.where}, {what}: what lies between two products ({', '.join(between)}) "
+                "stays in the block; store it by another kernel"
+            )
+        expression = fused(ThreadExpression(op.inputs, ()), what)
+        if not products & set(expression.leaves):
+            raise LoweringError(f"{self.where}, {what}: it does not depend on a product")
+        return Output(view_of(op, self.arguments), expression)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ SETTINGS = Settings(
         # costs the fewest; 0: the smallest that covers the rows, which few rows are not divided for
         "rows": Decision(("rows",), {"least": 0, "most": 0}),
         # the same where rows are divided because the columns are not, or because more products
-        # follow: as far as the first tile that covers the rows. Their order was not measured
+        # follow: as far as the smallest tile that covers the rows. Their order was not measured
         "divided": Decision((), {"tiles": (8, 16, 32, 64, 256, 128)}),
         # tiles of columns and of the contracted label worth a price, in multiples of 64
         "columns": Decision((), {"tiles": (64, 128, 192, 256)}),

@@ -7,7 +7,7 @@ before: ``acc_K(X W) / sqrt(..)`` with K split over a cluster and a loop; after,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from cutesuper.errors import LoweringError
@@ -162,8 +162,17 @@ def _row_choices(form: MatmulForm, rows: int, held: int, target: Target) -> tupl
     few = not many and not form.reduced and covering * held <= 128 * EQUAL_SHARE
     if few or not (form.reduced or form.hidden):
         return many or (covering,)
-    tiles = SETTINGS.choose(target, "divided")["tiles"]
-    return tuple(t for n, t in enumerate(tiles) if n == 0 or tiles[n - 1] < rows)
+    return _up_to_covering(SETTINGS.choose(target, "divided")["tiles"], rows)
+
+
+def _up_to_covering(tiles: Sequence[int], rows: int) -> tuple[int, ...]:
+    """The tiles that are not larger than the smallest one that covers the rows.
+
+    >>> _up_to_covering((8, 64, 256, 128), 100)
+    (8, 64, 128)
+    """
+    covering = min((t for t in tiles if t >= rows), default=max(tiles))
+    return tuple(t for t in tiles if t <= covering)
 
 
 def _even_tiles(rows: int, least: int, most: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What was found out about regions, on disk: searched and timed once, not in each process.
+"""Findings about regions, on disk: searched and timed once, not in each process.
 
 A record is a JSON file in the folder of compiled kernels. Its name is a hash of everything that
 decides what it says: the question, this package's sources and settings, the versions of PyTorch and

@@ -1,5 +1,5 @@
-"""What the parts of an attention kernel read: the plan and what follows from it and, while tracing,
-the memory of the block, its place in the problem and the thread.
+"""Facts that the parts of an attention kernel read: the plan, what follows from it and, while
+tracing, the memory of the block, its place in the problem and the thread.
 
 Parts are given these and the parts that they use, never the kernel.
 """
@@ -65,7 +65,7 @@ class Known:
 
     @staticmethod
     def of(plan: AttentionPlan) -> Known:
-        """What follows from a plan, for the architecture that is being compiled for."""
+        """Derive the facts of a plan, for the architecture that is being compiled for."""
         extents, s = Extents(plan.program, plan.arguments), plan.schedule
         keys, values = plan.view(plan.key_load), plan.view(plan.value_load)
         return Known(
@@ -170,7 +170,7 @@ class Load:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What a consumer thread knows of its rows.
+    """Facts of the rows of a consumer thread.
 
     Attributes:
         values: fp32, of each row, in the order of the plan.
@@ -187,7 +187,7 @@ class RowFacts:
 
 @dataclass(frozen=True)
 class Here:
-    """What a consumer thread reads.
+    """The surroundings of a consumer thread.
 
     Attributes:
         memory: of the block.

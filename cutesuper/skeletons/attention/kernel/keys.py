@@ -152,7 +152,8 @@ class KeyValues:
     @cute.jit
     def clean(self, here, stage, keys, rows):
         """Set values behind the last key to 0: uninitialised memory may hold NaN, and 0 times NaN
-        is NaN."""
+        is NaN. Warpgroups with other rows may write the same zeros, and do not wait for each other:
+        under a causal mask they walk different numbers of tiles."""
         if cutlass.const_expr(self.clears):
             if keys + self.k.key_tile > rows.end:
                 if here.member < self.k.key_tile and keys + here.member >= rows.end:

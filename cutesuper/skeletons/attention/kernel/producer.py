@@ -49,7 +49,7 @@ class Producer:
         ]
 
     def atom(self, n: int, stage: cute.ComposedLayout, tensors: list[cute.Tensor]) -> Any:
-        """That of keys or of values, with modes (labels..., its batch labels...)."""
+        """The copy atom of keys or of values, with modes (labels..., its batch labels...)."""
         view, tile = self.views[n], self.tiles[n]
         if isinstance(view, Pages):
             return self.pages.atom(view, stage, tensors)

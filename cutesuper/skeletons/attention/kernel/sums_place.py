@@ -1,4 +1,4 @@
-"""Where a block of an attention loop with plain sums is: its tile of rows, the part of the loop
+"""The place of a block of an attention loop with plain sums: its tile of rows, the part of the loop
 that its rows see, and addresses of vectors and results."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the parts of a matmul kernel read: the plan and what follows from it and, while tracing, the
-memory of the block, its tile and the thread.
+"""Facts that the parts of a matmul kernel read: the plan, what follows from it and, while tracing,
+the memory of the block, its tile and the thread.
 
 Parts are given these and the parts that they use, never the kernel.
 """
@@ -81,7 +81,7 @@ class Known:
 
     @staticmethod
     def of(plan: MatmulPlan) -> Known:
-        """What follows from a plan, for the architecture that is being compiled for."""
+        """Derive the facts of a plan, for the architecture that is being compiled for."""
         extents, s = Extents(plan.program, plan.arguments), plan.schedule
         m, n, k = plan.tile
         return Known(
@@ -97,7 +97,7 @@ class Known:
         return self.consumers + self.helpers
 
     def row_values_meeting(self) -> Meeting:
-        """Where helpers come when they have written the row values, and consumers wait for them."""
+        """The barrier of the row values: helpers have written them, consumers wait for them."""
         return Meeting(ROW_VALUES_BARRIER, 32 * (self.helpers + self.consumers))
 
     def consumers_meet(self) -> None:
@@ -215,7 +215,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Here:
-    """What a thread reads while it works at a tile.
+    """The surroundings of a thread that works at a tile.
 
     Attributes:
         memory: of the block.

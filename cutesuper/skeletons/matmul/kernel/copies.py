@@ -40,7 +40,7 @@ LANES, WORDS = SEGMENT // PIECE, SEGMENT + PIECE
 
 @dataclass(frozen=True)
 class Place:
-    """Where the tile of an operand comes from, and where it lies in shared memory.
+    """The source of an operand's tile, and its place in shared memory.
 
     Attributes:
         tile: what is copied.
@@ -263,7 +263,7 @@ class Copies:
         return starts.get(label, 0)
 
     def target(self, place: Place, turn: Turn, stage: Any, here: Here) -> cute.Tensor:
-        """Where a piece lies in shared memory."""
+        """The place of a piece in shared memory."""
         free = turn.line, turn.along
         free = free if place.tile.along[0] == place.contracted else free[::-1]
         number = place.offset(*free, stage) // PIECE

@@ -1,4 +1,4 @@
-"""What the parts of a row loop read: the plan and what follows from it and, while tracing, the
+"""Facts that the parts of a row loop read: the plan, what follows from it and, while tracing, the
 memory of the block, the places of block and thread, and the rows of a thread.
 
 Parts are given these and the parts that they use, never the kernel.
@@ -36,7 +36,7 @@ class Known:
 
     @staticmethod
     def of(plan: RowLoopPlan) -> Known:
-        """What follows from a plan."""
+        """Derive the facts of a plan."""
         streamed = [plan.loads[i] for i in plan.streamed]
         written = [v for v in plan.stores.values() if plan.column in v.labels]
         wide = any(plan.itemsize(v) > 2 for v in (*streamed, *written))

@@ -131,7 +131,7 @@ class Slices:
                 self.finish.finish_quad(here.unit, here.column, quad, totals, tensors)
 
     def sources(self, tensors: list[cute.Tensor], here: SlicePlace) -> Sources:
-        """Where values of the slice come from."""
+        """The sources of the slice's values."""
         vectors = self.vectors(tensors, here)
         return Sources(self.k, self.access, self.stages, self.picks, tensors, here, vectors)
 

@@ -22,7 +22,7 @@ from cutesuper.skeletons.rows.kernel.stages import Stages
 
 @dataclass(frozen=True)
 class Sources:
-    """Where values come from: parts of the kernel, and loads common to all rows.
+    """The sources of values: parts of the kernel, and loads common to all rows.
 
     Attributes:
         known, access, stages, picks: parts.

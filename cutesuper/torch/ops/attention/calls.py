@@ -154,7 +154,7 @@ def attend(
 
 
 def facts(t: Maybe) -> tuple[object, ...]:
-    """What of a tensor determines the plan of a call."""
+    """The facts of a tensor that determine the plan of a call."""
     return (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device)
 
 

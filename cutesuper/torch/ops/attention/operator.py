@@ -123,18 +123,7 @@ def attention(
         ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
-    if attn_mask is not None:
-        raise OperatorError(
-            "attention(attn_mask=...): it takes no mask tensor; pass is_causal=True, or "
-            "key_lengths= for sequences of different lengths, or use "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
-    if not isinstance(dropout_p, int | float) or dropout_p != 0.0:
-        raise OperatorError(
-            f"attention(dropout_p={shown(dropout_p)}): it drops nothing; pass 0.0, as in inference"
-        )
-    if not isinstance(enable_gqa, int):
-        raise OperatorError(f"attention(enable_gqa={shown(enable_gqa)}): must be True or False")
+    _check_options(attn_mask, dropout_p, enable_gqa)
     tensors = (
         query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight,
     )  # fmt: skip
@@ -148,6 +137,22 @@ def attention(
         if not isinstance(error, CutesuperError):  # PyTorch's, about arguments of another kind
             _refuse_kinds(tensors, numbers)
         raise
+
+
+def _check_options(attn_mask: Any, dropout_p: Any, enable_gqa: Any) -> None:
+    """Refuse options of PyTorch's operator that this one has not. Raises OperatorError."""
+    if attn_mask is not None:
+        raise OperatorError(
+            "attention(attn_mask=...): it takes no mask tensor; pass is_causal=True, or "
+            "key_lengths= for sequences of different lengths, or use "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    if not isinstance(dropout_p, int | float) or dropout_p != 0.0:
+        raise OperatorError(
+            f"attention(dropout_p={shown(dropout_p)}): it drops nothing; pass 0.0, as in inference"
+        )
+    if not isinstance(enable_gqa, int):
+        raise OperatorError(f"attention(enable_gqa={shown(enable_gqa)}): must be True or False")
 
 
 def _records(tensors: Sequence[Any]) -> bool:
