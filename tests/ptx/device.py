@@ -46,7 +46,7 @@ class Emulated:
         kernel = executable(self._artifact.ptx)
         written = self._written.copy()
         for i, o in self._in_place:
-            written[i] = tensors[i].data_ptr() == tensors[o].data_ptr()
+            written[i] |= tensors[i].data_ptr() == tensors[o].data_ptr()
         memory = [(t.data_ptr(), _span(t), w) for t, w in zip(tensors, written, strict=True)]
         for launch in fake_device().launches(self._artifact, tensors):
             number = next(Emulated.numbers)

@@ -8,15 +8,12 @@ chunks than `FEW` need the gradients of weights once more, in float32.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.runtime.calling import Launches, Runner, launcher, reference_of
 from cutesuper.runtime.checks import check_size
-from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
+from cutesuper.runtime.programs import Kept
 from cutesuper.torch.ops.heads.definition import (
     FACTORS,
     Form,
@@ -27,58 +24,21 @@ from cutesuper.torch.ops.heads.definition import (
     lead_of,
     so_far,
 )
+from cutesuper.torch.ops.programs import KEPT, Program, program_of
 from cutesuper.torch.ops.rowwise.calls import all_usable
 from cutesuper.torch.ops.rowwise.definition import Kind, Maybe, Option
 
-#: programs whose graphs, and whose kernels, are kept
-KEPT = 256
 #: up to this many chunks a sum over all of them is kept in the type of its weight. Each addition
 #: rounds once, by half a unit in the last place, so that it stays within the two units that the
 #: rule for errors allows; more chunks are added up in float32
 FEW = 4
 
 
-@dataclass(frozen=True)
-class Program:
-    """The program of a chunk on one device.
-
-    Attributes:
-        graph: its definition.
-        run: computes the outputs from the inputs.
-        in_place: index of an input and of an output that may be one tensor; None: any.
-    """
-
-    graph: KernelGraph
-    run: Runner
-    in_place: frozenset[tuple[int, int]] | None
-
-    def names(self) -> list[str]:
-        """Names of the inputs."""
-        return [self.graph.nodes[i].name for i in self.graph.inputs]
-
-    def replaces(self, name: str, output: int) -> bool:
-        """True if an input may be the tensor of an output."""
-        return self.in_place is None or (self.names().index(name), output) in self.in_place
-
-
-_graphs: Kept[tuple[object, ...], KernelGraph] = Kept(KEPT)
 _rows: Kept[tuple[object, ...], int] = Kept(KEPT)
-_kernels: Kept[tuple[object, ...], Launches] = Kept(KEPT)
 
 
-def program_of(head: Head, form: Form, device: torch.device) -> Program:
-    """The program of a form on a device. Raises CutesuperError from `cutesuper.superoptimize`."""
-    graph = _graphs.made((head, form, TABLE.changes), lambda: form.graph(head))
-    if device.type not in KERNEL_DEVICES:
-        return Program(graph, reference_of(graph), None)
-    made = _kernels.made_on(device, (head, form), head.name, lambda: _launches(graph))
-    return Program(graph, launcher(made, device), made.in_place)
-
-
-def _launches(graph: KernelGraph) -> Launches:
-    from cutesuper.pipeline import best_variant
-
-    return best_variant(graph).launches
+def _program(head: Head, form: Form, device: torch.device) -> Program:
+    return program_of(head.name, (head, form), lambda: form.graph(head), device)
 
 
 class Call:
@@ -111,12 +71,12 @@ class Call:
         if not self.count:
             return found.view(0)
         rows = self._chunk_rows()
-        program = program_of(self.head, Form(self.kind, rows), self.device)
+        program = _program(self.head, Form(self.kind, rows), self.device)
         own = self._own()
         for first in range(0, self.count, rows):
             some = slice(first, min(first + rows, self.count))
             given = {p.name: t[some] if p.rows else t for p, t in own}
-            inputs = [given[n] for n in program.names()]
+            inputs = [given[n] for n in program.names]
             program.run(all_usable(inputs), [found[some]], some.stop - some.start)
         return found.view(-1)
 
@@ -139,7 +99,7 @@ class Call:
         own = [*self._own(), (Part(FACTORS, 0, rows=True), factors.view(-1, 1))]
         for n in range(chunks):
             form = Form(self.kind, rows, tuple(needs), chunks > FEW, n > 0)
-            program = program_of(self.head, form, self.device)
+            program = _program(self.head, form, self.device)
             given = {p.name: self._rows(t, n, rows) if p.rows else t for p, t in own}
             sums.run(program, given, losses[n * rows : (n + 1) * rows], n)
         return losses[: self.count].view(-1), sums.finished()
@@ -194,7 +154,7 @@ class Sums:
     ) -> None:
         """Compute chunk ``n`` from what is given besides the sums so far, by name."""
         before = {so_far(p): self.made[p.name] for p in self.asked if not p.rows and n}
-        inputs = [{**given, **before}[name] for name in program.names()]
+        inputs = [{**given, **before}[name] for name in program.names]
         outputs = [losses, *(self._output(program, p, k, n) for k, p in enumerate(self.asked, 1))]
         program.run(all_usable(inputs), outputs, self.rows)
 
