@@ -289,6 +289,7 @@ replaced
      2 x model.layers.*.input_layernorm           LlamaRMSNorm -> cs.ops.rms_norm
      2 x model.layers.*.post_attention_layernorm  LlamaRMSNorm -> cs.ops.rms_norm
      1 x model.norm                               LlamaRMSNorm -> cs.ops.rms_norm
+     1 x lm_head                                  Linear -> cs.ops.linear_cross_entropy, if a loss alone sees the logits
      1 x config                                   sdpa attention -> cs.ops.attention, decoding with a cache of fixed length
 left as they are
      1 x model.layers.*.mlp  LlamaMLP -- it does not compute down(activation(gate(x)) * up(x)) with one of silu, gelu, gelu_tanh

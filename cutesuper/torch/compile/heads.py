@@ -26,12 +26,10 @@ from torch import fx
 
 from cutesuper.runtime.programs import KERNEL_DEVICES
 from cutesuper.torch.compile.internals import hint_of
-from cutesuper.torch.ops.heads.cross_entropy import linear_cross_entropy
+from cutesuper.torch.ops.heads.cross_entropy import LEAST_BYTES, linear_cross_entropy
 
 F = torch.nn.functional
 
-#: bytes of the least logits that are worth it: smaller ones stay in L2 between their kernels
-LEAST_BYTES = 64 << 20
 _TYPES = (torch.float16, torch.bfloat16)
 _LINEAR = (F.linear, torch._C._nn.linear)
 _VIEWS = ("view", "reshape", "flatten", "contiguous", torch.reshape, torch.flatten)
