@@ -143,7 +143,7 @@ def test_undo(llama: Any) -> None:
     patch = cs.patch(llama)
     assert {n: id(p) for n, p in llama.named_parameters()} == parameters
     assert list(llama.state_dict()) == names and cs.Patch.of(llama) is patch
-    assert repr(patch) == "Patch(13 modules of LlamaForCausalLM)"
+    assert repr(patch) == "Patch(14 modules of LlamaForCausalLM)"
     assert facts(llama) != before and not torch.equal(llama(TOKENS).logits, expected)
     patch.undo()
     assert facts(llama) == before and llama.config._attn_implementation == "sdpa"
