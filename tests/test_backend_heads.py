@@ -51,8 +51,8 @@ def judge(loss: Callable[..., Any], taken: int, given: tuple[Any, ...] | None = 
         results.append([*made, *torch.autograd.grad(made[0].sum(), given[:2])])
     assert sum(found) == taken
     for ours, theirs in zip(*results, strict=True):
-        assert ours.dtype == theirs.dtype
-        torch.testing.assert_close(ours, theirs, rtol=0.03, atol=0.03)
+        assert ours.dtype == theirs.dtype  # compared by norms: elements are rounded to 8 bits
+        assert (ours.double() - theirs.double()).norm() <= 0.02 * theirs.double().norm()
 
 
 def causal(x: Any, weight: Any, target: Any) -> Any:

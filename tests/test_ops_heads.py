@@ -30,7 +30,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arguments(rows: int, k: int = 16, v: int = 37, bias: bool = True, **made: Any) -> list[Any]:
     torch.manual_seed(rows)
-    found = [
+    found: list[Any] = [
         torch.randn(rows, k, **made),
         torch.randn(v, k, **made) * k**-0.5,
         torch.randint(v, (rows,), device=made.get("device")),
@@ -105,7 +105,8 @@ def test_more_chunks_are_added_in_float32(small_chunks: None) -> None:
     )
     for ours, exact, theirs in zip(found, want, eager, strict=True):
         assert (report := acceptable(ours, exact, theirs, ours.dtype)), report
-    forms = [kind[1] for call, kind, *_ in programs._programs if call == "linear_cross_entropy"]
+    kinds: list[Any] = [k for call, k, *_ in programs._programs if call == "linear_cross_entropy"]
+    forms = [form for _, form in kinds]
     assert any(f.wide and f.adds for f in forms)
 
 
@@ -239,12 +240,12 @@ def _our_kl(x: Any, weight: Any, teacher: Any) -> Any:
 def test_another_head(small_chunks: None) -> None:
     x, weight, *_ = arguments(200)
     teacher = torch.randn(200, 37)
+    found: list[Any] = []
     for run in (_our_kl, _kl):
         x, weight = (t.detach().requires_grad_() for t in (x, weight))
-        found = [loss := run(x, weight, teacher), *torch.autograd.grad(loss, (x, weight))]
-        if run is _our_kl:
-            ours = found
-    torch.testing.assert_close(ours, found)
+        loss = run(x, weight, teacher)
+        found.append([loss, *torch.autograd.grad(loss, (x, weight))])
+    torch.testing.assert_close(*found)
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_closures_and_schedules() -> None:
 
         def loss() -> Any:
             optimizer.zero_grad()
-            value = sum(p.square().sum() for p in params)
+            value = torch.stack([p.square().sum() for p in params]).sum()
             value.backward()
             return value
 

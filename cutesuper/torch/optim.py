@@ -171,8 +171,9 @@ class AdamW(torch.optim.AdamW):
             return None
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
         first = gradients[0].device
-        self.grad_norm = torch.linalg.vector_norm(torch.stack([n.to(first) for n in norms]))
-        return (self.max_norm / (self.grad_norm + _CLIP_EPS)).clamp(max=1.0).view(1, 1)
+        norm = torch.linalg.vector_norm(torch.stack([n.to(first) for n in norms]))
+        self.grad_norm = norm
+        return (self.max_norm / (norm + _CLIP_EPS)).clamp(max=1.0).view(1, 1)
 
     def _update(
         self, group: dict[str, Any], params: list[torch.Tensor], clip: torch.Tensor | None
@@ -238,7 +239,9 @@ class AdamW(torch.optim.AdamW):
         self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], clips: bool
     ) -> tuple[_Kind, Program]:
         row, hint = _row_of(p.numel())
-        types = tuple(as_dtype(t.dtype).name for t in (p, p.grad, state["exp_avg"]))
+        given: Any = p, p.grad, state["exp_avg"]
+        types: Any = tuple(as_dtype(t.dtype).name for t in given)
+        first, second = group["betas"]
         kind = _Kind(
             row,
             hint,
@@ -246,7 +249,7 @@ class AdamW(torch.optim.AdamW):
             "master" in state,
             clips,
             group["maximize"],
-            tuple(map(float, group["betas"])),
+            (float(first), float(second)),
             group["eps"],
         )
         return kind, program_of("AdamW", kind, kind.graph, p.device)

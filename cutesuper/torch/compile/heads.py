@@ -31,7 +31,6 @@ from cutesuper.torch.ops.heads.cross_entropy import LEAST_BYTES, linear_cross_en
 F = torch.nn.functional
 
 _TYPES = (torch.float16, torch.bfloat16)
-_LINEAR = (F.linear, torch._C._nn.linear)
 _VIEWS = ("view", "reshape", "flatten", "contiguous", torch.reshape, torch.flatten)
 _WIDER = ("float", "to")
 _DIVISIONS, _PRODUCTS = (operator.truediv, torch.div, "div"), (operator.mul, torch.mul, "mul")
@@ -66,19 +65,19 @@ class _Chain:
         while True:
             _require(isinstance(node, fx.Node) and len(node.users) == 1)
             self.nodes.append(node)
-            if node.target in _LINEAR:
+            if node.target is F.linear:
                 return
             node = self._before(node)
 
     def _before(self, node: fx.Node) -> Any:
         """The node that a node changes nothing of but shape, type, rows, or cap."""
-        source = node.args[0] if node.args else None
+        source: Any = node.args[0] if node.args else None
         if node.target in _VIEWS:
             _require(not self.places and _rank(source) and _extent(source) == _extent(node))
         elif node.target in _WIDER:
             _require(_value(node).dtype == torch.float32)
         elif node.target is operator.getitem:
-            place = node.args[1]
+            place: Any = node.args[1]
             own = place if isinstance(place, tuple) else (place,)
             _require(Ellipsis not in own and None not in own)
             _require(len(own) < _rank(source) or own[-1] == slice(None))
@@ -90,7 +89,8 @@ class _Chain:
     def _capped(self, node: fx.Node) -> Any:
         """The logits of ``softcap * tanh(logits / softcap)``."""
         _require(self.softcap is None and node.target in _PRODUCTS and len(node.args) == 2)
-        tanh, cap = node.args if isinstance(node.args[0], fx.Node) else node.args[::-1]
+        args: Any = node.args if isinstance(node.args[0], fx.Node) else node.args[::-1]
+        tanh, cap = args
         _require(isinstance(cap, float | int) and cap > 0 and _is_only(tanh, ("tanh", torch.tanh)))
         inner = tanh.args[0]
         _require(_is_only(inner, _DIVISIONS) and inner.args[1:] == (cap,))

@@ -233,8 +233,8 @@ class ReplacedHead(Replacement):
         x, weight, bias = args[0], own["weight"], own["bias"]
         written = tuple((t, version(t)) for t in (x, weight, bias) if t is not None)
         dtype = _type_of(x)
-        cast = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
-        source = Source(cast[0], cast[1], cast[2], written)
+        bias = None if bias is None else bias.to(dtype)
+        source = Source(x.to(dtype), weight.to(dtype), bias, written)
         shape = (*x.shape[:-1], weight.shape[0])
         return PendingLogits.of(source, torch.empty(shape, dtype=dtype, device="meta"))
 
