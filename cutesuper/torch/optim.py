@@ -288,7 +288,7 @@ def _refuse_capture(group: dict[str, Any], params: list[torch.Tensor]) -> None:
 def _numbers(group: dict[str, Any], steps: list[torch.Tensor]) -> torch.Tensor:
     """Float32 numbers for each parameter, ``[n, len(_NUMBERS), 4]``, computed in float64 where the
     steps are counted; a kernel reads the first of four."""
-    t = torch.stack(steps).double()
+    t = torch.stack([s.to(steps[0].device) for s in steps]).double()
     first, second = (1.0 - beta**t for beta in map(float, group["betas"]))
     lr = group["lr"]
     lr = lr.to(t.device, torch.float64) if isinstance(lr, torch.Tensor) else lr
