@@ -23,7 +23,7 @@ from cutesuper.verify.equivalence import Verification, verify
 from cutesuper.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from cutesuper import nn, ops
+    from cutesuper import nn, ops, optim
     from cutesuper.torch.compile.explain import explain
     from cutesuper.torch.compile.traced_program import TracedProgram
     from cutesuper.torch.generate import Decoder, generate
@@ -62,6 +62,7 @@ __all__ = [
     "new_kernel_graph",
     "nn",
     "ops",
+    "optim",
     "patch",
     "split",
     "superoptimize",
@@ -86,7 +87,7 @@ _LATE = {
 def __getattr__(name: str) -> Any:
     """Import the modules that need torch at the first use of their names; nothing else here needs
     it."""
-    if name in ("nn", "ops"):
+    if name in ("nn", "ops", "optim"):
         return importlib.import_module(f"cutesuper.{name}")
     if name in _LATE:
         return getattr(importlib.import_module(_LATE[name]), name)

@@ -170,10 +170,10 @@ def test_only_what_is_asked_for(llama: Any) -> None:
             return {(e.now or "").partition(",")[0] for e in patch.report().entries}
 
     everything = now()
-    parts = [now(**{k: k == name for k in ("norms", "mlp", "qkv", "attention")})
-             for name in ("norms", "mlp", "qkv", "attention")]  # fmt: skip
+    names = ("norms", "mlp", "qkv", "attention", "loss")
+    parts = [now(**{k: k == name for k in names}) for name in names]
     assert set.union(*parts) == everything and sum(map(len, parts)) == len(everything)
-    assert now(norms=False, mlp=False, qkv=False, attention=False) == set()
+    assert now(**dict.fromkeys(names, False)) == set()
 
 
 # --- calls that run the original -----------------------------------------------------------------

@@ -237,6 +237,7 @@ class Planned:
 
     arguments: tuple[Argument, ...]
     scratch: tuple[Scratch, ...]
+    in_place: tuple[tuple[int, int], ...] = ()
 
 
 def row_sums(m: int | Symbol) -> tuple[KernelGraph, MuGraph]:

@@ -85,6 +85,18 @@ def grad(graph: KernelGraph, wrt: Names | None = None, outputs: Names | None = N
     return backward
 
 
+def joint(graph: KernelGraph, wrt: Names | None = None) -> KernelGraph:
+    """A program and its gradients as one kernel graph, in which every value is computed once.
+
+    Arguments and errors are those of `grad`; outputs are those of ``graph``, then the gradients.
+    """
+    both = _Joint.of("joint", graph, wrt, None)
+    outputs = [both.values[i] for i in graph.outputs]
+    made, _, gradients = both.backward({}, outputs)
+    _refuse_equal(gradients)
+    return made
+
+
 def split(
     graph: KernelGraph,
     wrt: Names | None = None,
@@ -276,11 +288,13 @@ class _Joint:
     # ------------------------------------------------------------------------------ two programs
 
     def backward(
-        self, kept: dict[int, str]
+        self, kept: dict[int, str], outputs: Sequence[int] = ()
     ) -> tuple[KernelGraph, dict[int, str], dict[str, int | str]]:
-        """The backward pass, the kept values that it uses, and the places of the gradients."""
+        """The backward pass, after ``outputs`` that it computes as well; the kept values that it
+        uses, and the places of the gradients."""
         given = {**dict(self.inputs), **kept, **dict(self.cotangents)}
-        roots = list(dict.fromkeys(i for i in self.gradients.values() if i not in given))
+        gradients = (i for i in self.gradients.values() if i not in given)
+        roots = list(dict.fromkeys((*outputs, *gradients)))
         nodes = self.both.needed(roots, set(given))
         used = {j for i in nodes for j in self.both.nodes[i].inputs} | set(self.gradients.values())
         inputs = [(i, name) for i, name in given.items() if i in used]

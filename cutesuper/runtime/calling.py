@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -41,10 +41,29 @@ class Launches:
         launch: launches all kernels on torch's current device and stream; takes inputs, outputs
             and intermediates in one list, checked, all on that device. Allocates scratch memory
             itself.
+        homes: for intermediates that lie in the memory of an earlier one, that one, by index.
+        in_place: index of an input and of an output that may be one tensor.
     """
 
     intermediates: Sequence[tuple[Shape, Any]]
     launch: Callable[[list[Any]], None]
+    homes: Mapping[int, int] = field(default_factory=dict[int, int])
+    in_place: frozenset[tuple[int, int]] = frozenset()
+
+    def between(self, extent: Callable[[Symbol], int], device: Any) -> list[Any]:
+        """New tensors between kernels, for these extents of the symbols. Raises ShapeError if one
+        is too large."""
+        import torch
+
+        made: list[Any] = []
+        for n, (shape, dtype) in enumerate(self.intermediates):
+            known = [extent(d) if isinstance(d, Symbol) else d for d in shape]
+            check_size("a tensor between kernels", known)
+            if n in self.homes:
+                made.append(made[self.homes[n]].view(-1).view(dtype).view(known))
+            else:
+                made.append(torch.empty(known, dtype=dtype, device=device))
+        return made
 
 
 #: takes inputs and outputs of a graph and the number of rows, and computes the outputs
@@ -67,7 +86,7 @@ def launcher(launches: Launches, device: torch.device) -> Runner:
     """Kernels with memory for the tensors between them, on a device."""
     import torch
 
-    launch, between, index = launches.launch, launches.intermediates, device.index
+    launch, index = launches.launch, device.index
     # torch.cuda.current_device() without the check that CUDA is initialized: there are tensors
     current = torch._C._cuda_getDevice
 
@@ -76,9 +95,8 @@ def launcher(launches: Launches, device: torch.device) -> Runner:
             with torch.cuda.device(device):
                 return run(inputs, outputs, rows)
         values = inputs + outputs
-        for shape, dtype in between:
-            known = [rows if isinstance(d, Symbol) else d for d in shape]
-            values.append(torch.empty(known, dtype=dtype, device=device))
+        if launches.intermediates:
+            values += launches.between(lambda _: rows, device)
         return launch(values)
 
     return run
@@ -202,11 +220,7 @@ class Program(ABC):
         else:
             outputs = signature.check_out(out, inputs, extents)
             signature.fill(outputs, inputs)
-        values = [*inputs, *outputs]
-        for shape, dtype in launches.intermediates:
-            known = [extents[d.name] if isinstance(d, Symbol) else d for d in shape]
-            check_size(f"{self!r}: a tensor between kernels", known)
-            values.append(torch.empty(known, dtype=dtype, device=device))
+        values = [*inputs, *outputs, *launches.between(lambda d: extents[d.name], device)]
         if device.index == torch.cuda.current_device():
             launches.launch(values)
         else:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.autodiff.gradient import reached
@@ -18,6 +19,7 @@ from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.calling import Launches, Picker, Program, picker
 from cutesuper.runtime.compile import Artifact
+from cutesuper.runtime.memory import Pair, Use, homes, overwritten
 from cutesuper.runtime.programs import Kept, refuse_capture
 from cutesuper.runtime.resources import Resources, combine
 from cutesuper.runtime.scratch import Need, ScratchMemory, places_of
@@ -126,14 +128,48 @@ class Variant:
         """The loaded kernels as one callable."""
         calls = [(f, picker(places)) for f, places in zip(self.functions, self.wiring, strict=True)]
         if len(calls) != 1 or self.scratch:
-            return Launches(self.intermediates, partial(self._launch, calls))
+            launch = partial(self._launch, calls)
+            return Launches(self.intermediates, launch, self._homes, self._in_place)
         # most programs: the steps left out here take 0.6 us, half as long as the call of the kernel
         [(function, take)] = calls
 
         def launch(values: list[Any]) -> None:
             function(*take(values))
 
-        return Launches(self.intermediates, launch)
+        return Launches(self.intermediates, launch, {}, self._in_place)
+
+    @cached_property
+    def _uses(self) -> list[Use]:
+        """The tensors of every launch, scratch memory left out."""
+        found: list[Use] = []
+        for step, places in zip(self.steps, self.wiring, strict=True):
+            sides: dict[bool, list[int]] = {False: [], True: []}
+            for argument, place in zip(step.plan.arguments, places, strict=False):
+                sides[argument.written].append(place)
+            pairs = frozenset((places[i], places[o]) for i, o in step.plan.in_place)
+            found.append(Use(frozenset(sides[False]), frozenset(sides[True]), pairs))
+        return found
+
+    @property
+    def _homes(self) -> dict[int, int]:
+        """See `Launches.homes`."""
+        first = len(self.names) - len(self.intermediates)
+        sizes: dict[int, object] = {}
+        for n, (shape, dtype) in enumerate(self.intermediates):
+            known = prod(d for d in shape if isinstance(d, int)) * dtype.itemsize
+            sizes[first + n] = known, sorted(d.name for d in shape if isinstance(d, Symbol))
+        return {p - first: home - first for p, home in homes(self._uses, sizes).items()}
+
+    @property
+    def _in_place(self) -> frozenset[tuple[int, int]]:
+        """See `Launches.in_place`."""
+        inputs, outputs = len(self.mugraph.inputs), len(self.mugraph.outputs)
+        pairs = frozenset[Pair]().union(*(use.in_place for use in self._uses))
+        return frozenset(
+            (i, o - inputs)
+            for i, o in pairs
+            if i < inputs <= o < inputs + outputs and overwritten(self._uses, i, o)
+        )
 
     @cached_property
     def _memory(self) -> ScratchMemory:

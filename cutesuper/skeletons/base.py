@@ -11,8 +11,9 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -181,6 +182,13 @@ class Plan(ABC, Generic[Knobs]):
         return ()
 
     @property
+    def in_place(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of arguments that may share memory: one that is read and one that is written, each
+        element of it by threads that have read that element of the other, and nobody reads it
+        afterwards."""
+        return ()
+
+    @property
     def key(self) -> str:
         """Canonical text of everything that determines the generated code."""
         return content_key(self.program, self.arguments, self.schedule)
@@ -212,6 +220,21 @@ class Plan(ABC, Generic[Knobs]):
         if not isinstance(view, Indexed):
             return name
         return f"{name} through {self.arguments[view.index.argument].name}"
+
+
+def same_places(plan: Plan[Any], loads: Iterable[View], stores: Iterable[View]) -> list[Any]:
+    """Pairs of a load and a store with the same elements at the same places, of tensors of one type
+    that are read and written once."""
+    loads = list(loads)
+    once = [v for v in loads if sum(v.argument == w.argument for w in loads) == 1]
+    return [
+        (load, store)
+        for load, store in product(once, stores)
+        if type(load) is View
+        and replace(store, argument=load.argument) == load
+        and plan.arguments[store.argument].dtype == plan.arguments[load.argument].dtype
+        and plan.arguments[store.argument].shape == plan.arguments[load.argument].shape
+    ]
 
 
 @dataclass(frozen=True)

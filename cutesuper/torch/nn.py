@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cutesuper.errors import DTypeError, OperatorError, ShapeError
+from cutesuper.torch.ops.heads.cross_entropy import linear_cross_entropy
 from cutesuper.torch.ops.rowwise.activations import swiglu
 from cutesuper.torch.ops.rowwise.cross_entropy import cross_entropy
 from cutesuper.torch.ops.rowwise.norms import layer_norm, rms_norm
@@ -166,6 +167,49 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         )
 
 
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """The cross entropy of a linear layer, whose logits are never stored whole.
+
+    ``LinearCrossEntropyLoss()(x, layer.weight, target, layer.bias)`` is
+    ``CrossEntropyLoss()(layer(x), target)``; see `cutesuper.ops.linear_cross_entropy`.
+
+    Args:
+        ignore_index, label_smoothing, z_loss, softcap, reduction: of that function.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__()
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.z_loss, self.softcap, self.reduction = z_loss, softcap, reduction
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The loss of rows ``x[..., K]`` with the weight ``[V, K]`` and classes ``[...]``."""
+        return linear_cross_entropy(
+            x,
+            weight,
+            target,
+            bias,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            reduction=self.reduction,
+        )
+
+
 class SwiGLU(torch.nn.Module):
     """The product ``silu(gate) * up``."""
 
@@ -174,4 +218,12 @@ class SwiGLU(torch.nn.Module):
         return swiglu(gate, up)
 
 
-__all__ = ["CrossEntropyLoss", "LayerNorm", "LogSoftmax", "RMSNorm", "Softmax", "SwiGLU"]
+__all__ = [
+    "CrossEntropyLoss",
+    "LayerNorm",
+    "LinearCrossEntropyLoss",
+    "LogSoftmax",
+    "RMSNorm",
+    "Softmax",
+    "SwiGLU",
+]

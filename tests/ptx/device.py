@@ -38,12 +38,16 @@ class Emulated:
         plan = step.plan
         self._artifact = step.artifact
         self._written = [a.written for a in plan.arguments] + [True] * len(plan.scratch)
+        self._in_place = plan.in_place
         self._zeroed = [False] * len(plan.arguments) + [s.zeroed for s in plan.scratch]
 
     def __call__(self, *tensors: Any) -> None:
         """Run it; raises PtxError for what no kernel may do, TooLarge beyond `LIMIT`."""
         kernel = executable(self._artifact.ptx)
-        memory = [(t.data_ptr(), _span(t), w) for t, w in zip(tensors, self._written, strict=True)]
+        written = self._written.copy()
+        for i, o in self._in_place:
+            written[i] |= tensors[i].data_ptr() == tensors[o].data_ptr()
+        memory = [(t.data_ptr(), _span(t), w) for t, w in zip(tensors, written, strict=True)]
         for launch in fake_device().launches(self._artifact, tensors):
             number = next(Emulated.numbers)
             # every launch in another order, every second one with products as late as they may be

@@ -17,7 +17,7 @@ from math import gcd
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
+from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, same_places, view_of
 from cutesuper.skeletons.matmul.copies import (
     PIECE,
     TURN_BYTES,
@@ -254,6 +254,17 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def dtype(self) -> str:
         """Element type of the operands."""
         return self.arguments[next(iter(self.rows.values())).argument].dtype
+
+    @property
+    def in_place(self) -> tuple[tuple[int, int], ...]:
+        """See `Plan.in_place`: what the epilogue adds, as a sum so far, unless the last piece of a
+        tile begins within the one before, and would be read after that was written."""
+        if self.tile[0] > STORE_ROWS and self.tile[0] % STORE_ROWS:
+            return ()
+        loads = [v for side in (self.rows, self.vectors, self.columns, self.loads)
+                 for v in side.values()]  # fmt: skip
+        pairs = same_places(self, loads, (o.view for o in self.outputs))
+        return tuple((x.argument, y.argument) for x, y in pairs)
 
     @cached_property
     def tile(self) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from math import prod
 
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
-from cutesuper.skeletons.base import Argument, Plan, Scratch, View
+from cutesuper.skeletons.base import Argument, Plan, Scratch, View, same_places
 from cutesuper.skeletons.rows.schedule import (
     BULK,
     LARGE,
@@ -114,6 +114,13 @@ class RowPlan(Plan[RowSchedule]):
         return prod(extent(self.program.dims[d]) for d in self.rows)
 
     @property
+    def in_place(self) -> tuple[tuple[int, int], ...]:
+        """See `Plan.in_place`: a thread reads and writes the same elements of all tensors, and
+        reads all of them before it writes any."""
+        pairs = same_places(self, self.loads.values(), self.stores.values())
+        return tuple((x.argument, y.argument) for x, y in pairs)
+
+    @property
     def width(self) -> int:
         """Elements of a row that a block covers."""
         return self.schedule.lanes * self.schedule.vector * self.schedule.chunks
@@ -200,6 +207,17 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
     sums: tuple[RowSum, ...]
     schedule: RowLoopSchedule
     shared_percent: int = 0
+
+    @property
+    def in_place(self) -> tuple[tuple[int, int], ...]:
+        """See `Plan.in_place`: results of the last level, by which a thread has read its elements
+        of the rows for the last time. The one that a label names is read by all threads of the row,
+        before their first exchange. Slices of sums may be of other rows."""
+        if self.schedule.sliced or (self.picked and len(self.levels) == 1):
+            return ()
+        stores = [self.stores[i] for i in self.levels[-1].stores]
+        pairs = same_places(self, self.loads.values(), stores)
+        return tuple((x.argument, y.argument) for x, y in pairs)
 
     # ------------------------------------------------------------------------------ kinds of loads
 

@@ -1,8 +1,9 @@
 """``torch.compile(model, backend="cutesuper")``.
 
-How a model is compiled: Dynamo captures graphs, and AOTAutograd turns each into a functional
-forward and backward graph. In these, regions are replaced by calls of their kernels, and Inductor
-compiles the rest. A model without a region that is taken is compiled by Inductor alone.
+How a model is compiled: Dynamo captures graphs, in which losses of linear layers are replaced
+(`heads`), and AOTAutograd turns each into a functional forward and backward graph. In these,
+regions are replaced by calls of their kernels, and Inductor compiles the rest. A model without a
+region that is taken is compiled by Inductor alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from cutesuper.torch.compile import internals
+from cutesuper.torch.compile.heads import take_heads
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partition import partition
 from cutesuper.torch.compile.region_operator import region as region_operator
@@ -64,6 +66,7 @@ def compile_graph(
             which is later.
         finish: compiles the rest.
     """
+    take_heads(gm)
     inner = partial(_inner, options=options, observe=observe, finish=finish)
     return internals.compile_with(gm, inputs, inner, options.inductor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cutesuper.torch.ops.attention.operator import attention
+from cutesuper.torch.ops.heads.cross_entropy import linear_cross_entropy
 from cutesuper.torch.ops.rowwise.activations import add_activation, geglu, normalized_update, swiglu
 from cutesuper.torch.ops.rowwise.cross_entropy import cross_entropy
 from cutesuper.torch.ops.rowwise.norms import layer_norm, rms_norm
@@ -14,6 +15,7 @@ __all__ = [
     "cross_entropy",
     "geglu",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "normalized_update",
     "rms_norm",

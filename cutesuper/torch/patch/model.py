@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from cutesuper.errors import PatchError
-from cutesuper.torch.patch import mlps, norms, projections
+from cutesuper.torch.patch import logits, mlps, norms, projections
 from cutesuper.torch.patch.probing import Failed
 from cutesuper.torch.patch.replacement import is_own, restore
 from cutesuper.torch.patch.report import Entry, Report, refused
@@ -98,8 +98,10 @@ def patch(
     mlp: bool = True,
     qkv: bool = True,
     attention: bool = True,
+    loss: bool = True,
 ) -> Patch:
-    """Let the norms, gated MLPs, projections and the attention of a model compute with cutesuper.
+    """Let the norms, gated MLPs, projections, the attention and the loss of a model compute with
+    cutesuper.
 
     Modules are recognized by their results, not by their names: copies are called on random
     numbers, and so is each replacement before it is installed. Parameters, ``state_dict``, hooks
@@ -114,6 +116,8 @@ def patch(
             positions, a program of the whole MLP.
         qkv: the projections of attention: without gradients, for few positions, one program.
         attention: decoding with a cache of fixed length: `cutesuper.ops.attention`.
+        loss: in training, the cross entropy of logits that nothing else reads:
+            `cutesuper.ops.linear_cross_entropy`.
 
     Returns:
         A `Patch`: ``report()`` lists the changes, ``undo()`` undoes them, as does leaving ``with
@@ -131,6 +135,8 @@ def patch(
         kind = next((k for k in kinds if k.is_candidate(module)), None)
         if kind is not None:
             made._entries.append(_replaced(made, kind, path, module))
+    if loss and (head := logits.head_of(model)) is not None:
+        made._entries.append(_replaced(made, logits, *head))
     if attention:
         entries, made._configs = _attention_of(model)
         made._entries += entries

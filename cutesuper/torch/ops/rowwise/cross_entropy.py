@@ -58,20 +58,35 @@ def cross_entropy(
         ShapeError, DTypeError, DeviceError: a tensor that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
-    if str(reduction) not in ("mean", "sum", "none"):
-        raise OperatorError(
-            f'cross_entropy(reduction={shown(reduction)}): must be "mean", "sum" or "none"'
-        )
-    if not isinstance(ignore_index, int) or not -(1 << 31) <= ignore_index < 1 << 31:
-        raise OperatorError(
-            f"cross_entropy(ignore_index={shown(ignore_index)}): must be an int of at most 32 bits"
-        )
+    check_reduction("cross_entropy", reduction)
+    check_ignore_index("cross_entropy", ignore_index)
     losses = _operator((logits, target), (int(ignore_index),))
     if reduction == "none":
         return losses
     total = losses.sum()
-    if reduction == "sum":
-        return total
+    return total if reduction == "sum" else mean_of(total, target, ignore_index)
+
+
+def mean_of(total: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The mean over the rows that count, from the sum of their losses.
+
+    Without any it is NaN (fmod(0, 0)), and gradients are zeros, as in PyTorch.
+    """
     rows = (target != ignore_index).sum(dtype=torch.float32)
-    # without rows that count the loss is NaN (fmod(0, 0)), and gradients are zeros, as in PyTorch
     return torch.addcdiv(rows.fmod(rows), total, rows.clamp(min=1))
+
+
+def check_reduction(call: str, reduction: str) -> None:
+    """Raise OperatorError for an unknown reduction."""
+    if str(reduction) not in ("mean", "sum", "none"):
+        raise OperatorError(
+            f'{call}(reduction={shown(reduction)}): must be "mean", "sum" or "none"'
+        )
+
+
+def check_ignore_index(call: str, ignore_index: int) -> None:
+    """Raise OperatorError for an ignore_index that is no label."""
+    if not isinstance(ignore_index, int) or not -(1 << 31) <= ignore_index < 1 << 31:
+        raise OperatorError(
+            f"{call}(ignore_index={shown(ignore_index)}): must be an int of at most 32 bits"
+        )

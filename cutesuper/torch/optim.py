@@ -1,0 +1,311 @@
+"""AdamW as row programs: one kernel for each parameter, which reads and writes everything once.
+
+The numbers of a step (bias corrections, rate, decay, clipping) are tensors on the device, so that
+steps with any of them run the same kernels and can be captured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from cutesuper.errors import DeviceError, DTypeError, LayoutError, OperatorError
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.runtime.programs import is_capturing
+from cutesuper.runtime.tensors import usable
+from cutesuper.torch.ops.classes import class_of
+from cutesuper.torch.ops.programs import Program, program_of
+
+#: elements of a row, at most and at least: parameters are rows of a power of two of elements, so
+#: that one kernel serves all of them that have as many. Others are one row, with a kernel each
+ROW, LEAST = 1024, 8
+#: numbers of a step for each parameter, in places of 16 bytes
+_NUMBERS = ("rate", "decay", "correction")
+#: added to the norm that gradients are clipped by, as in `torch.nn.utils.clip_grad_norm_`
+_CLIP_EPS = 1e-6
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Everything that determines the kernel of a parameter.
+
+    Attributes:
+        row: elements of a row.
+        hint: rows that it is optimized for; 0: there is one.
+        types: element types of parameter, gradient, and both moments.
+        master: true if the parameter is rounded from one in float32.
+        clips: true if gradients are multiplied by a number.
+        maximize, betas, eps: of the optimizer.
+    """
+
+    row: int
+    hint: int
+    types: tuple[str, str, str]
+    master: bool
+    clips: bool
+    maximize: bool
+    betas: tuple[float, float]
+    eps: float
+
+    def graph(self) -> KernelGraph:
+        """The update of a parameter (arXiv:1711.05101), outputs in the order of `outputs`.
+
+        Attributes of the step: ``rate = lr / (1 - beta1^t)``, ``decay = 1 - lr weight_decay``,
+        ``correction = 1 / sqrt(1 - beta2^t)``.
+        """
+        g, shape = KernelGraph(), (Symbol("M", self.hint) if self.hint else 1, self.row)
+        old, dtype = ("master", "float32") if self.master else ("param", self.types[0])
+        kinds = {old: dtype, "grad": self.types[1], **dict.fromkeys(_MOMENTS, self.types[2])}
+        given = {name: g.new_input(shape, dtype, name) for name, dtype in kinds.items()}
+        n = {name: g.new_input((1, 1), "float32", name) for name in _NUMBERS}
+        slope = given["grad"]
+        if self.clips:
+            slope = g.mul(slope, g.new_input((1, 1), "float32", "clip"))
+        m, v = self._moments(g, given, slope)
+        moved = g.div(m, g.add(g.mul(g.sqrt(v), n["correction"]), self.eps))
+        step = g.mul(moved, n["rate"])
+        kept = g.mul(given[old], n["decay"])
+        new = g.add(kept, step) if self.maximize else g.sub(kept, step)
+        for t in (m, v):
+            g.mark_output(t, self.types[-1])
+        if self.master:
+            g.mark_output(new, "float32")
+            new = g.convert(new, self.types[0])
+        g.mark_output(new, self.types[0])
+        return g
+
+    def _moments(
+        self, g: KernelGraph, given: dict[str, Tensor], slope: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        first, second = self.betas
+        m = g.add(given["exp_avg"], g.mul(g.sub(slope, given["exp_avg"]), 1.0 - first))
+        v = g.add(g.mul(given["exp_avg_sq"], second), g.mul(g.square(slope), 1.0 - second))
+        return m, v
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The tensors that the outputs replace."""
+        return (*_MOMENTS, *(("master",) if self.master else ()), "param")
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with one kernel for each parameter.
+
+    ``state_dict`` is that of PyTorch, with a further ``master`` for each parameter that has one; it
+    can be loaded by either class.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as in PyTorch.
+        maximize, capturable: as in PyTorch. A capturable step reads nothing from the device, and lr
+            may be a tensor there.
+        max_norm: gradients are clipped by their global norm, as by
+            `torch.nn.utils.clip_grad_norm_`, which must not be called then; None: they are not. The
+            gradients themselves stay as they are, and ``grad_norm`` is the norm of the last step.
+        master_weights: keep parameters of 16 bits in float32 too, and moments in float32: small
+            steps are not lost. Otherwise moments have the type of their parameter, as in PyTorch.
+
+    Raises:
+        OperatorError: an option that is no positive number.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        capturable: bool = False,
+        max_norm: float | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        if max_norm is not None and not 0.0 < float(max_norm) < math.inf:
+            raise OperatorError(f"AdamW(max_norm={max_norm}): must be positive and finite, or None")
+        self.max_norm, self.master_weights = max_norm, master_weights
+        self.grad_norm: torch.Tensor | None = None
+        super().__init__(
+            params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again, which is returned.
+
+        Raises:
+            OperatorError: a loaded option that this class does not have (amsgrad).
+            DeviceError: a step that is not capturable, in the capture of a CUDA graph.
+            DTypeError, LayoutError: a parameter or gradient that is not dense, contiguous and of a
+                floating-point type.
+            SearchError, LoweringError, ScheduleError, CompileError: no kernel for a parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(g, [p for p in g["params"] if p.grad is not None and p.numel()])
+                  for g in self.param_groups]  # fmt: skip
+        clip = self._clip([p.grad for _, params in groups for p in params])
+        for group, params in groups:
+            if params:
+                _refuse_capture(group, params)
+                self._update(group, params, clip)
+        return loss
+
+    def _clip(self, gradients: list[Any]) -> torch.Tensor | None:
+        """The factor of all gradients, of one pass that computes their norm."""
+        if self.max_norm is None or not gradients:
+            return None
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+        first = gradients[0].device
+        norm = torch.linalg.vector_norm(torch.stack([n.to(first) for n in norms]))
+        self.grad_norm = norm
+        return (self.max_norm / (norm + _CLIP_EPS)).clamp(max=1.0).view(1, 1)
+
+    def _update(
+        self, group: dict[str, Any], params: list[torch.Tensor], clip: torch.Tensor | None
+    ) -> None:
+        if group["amsgrad"]:
+            raise OperatorError(
+                "AdamW: the loaded state has amsgrad=True, which is not supported; use "
+                "torch.optim.AdamW"
+            )
+        states = [self._state(p, group) for p in params]
+        torch._foreach_add_([s["step"] for s in states], 1.0)
+        numbers = _numbers(group, [s["step"] for s in states])
+        moved: dict[torch.device, torch.Tensor] = {}
+        for n, (p, state) in enumerate(zip(params, states, strict=True)):
+            if p.device not in moved:
+                moved[p.device] = numbers.to(p.device, non_blocking=True)
+            self._run(group, p, state, moved[p.device][n], clip)
+
+    def _state(self, p: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, made if it has none."""
+        if p.dtype not in _FLOATS:
+            raise DTypeError(f"AdamW: a parameter {list(p.shape)} is {p.dtype}; use float types")
+        state = self.state[p]
+        wide = self.master_weights and p.dtype != torch.float32
+        if "step" not in state:
+            device = p.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name in _MOMENTS:
+                state[name] = torch.zeros_like(p, dtype=torch.float32 if wide else p.dtype)
+        if wide and "master" not in state:
+            state["master"] = p.detach().float()
+            for name in _MOMENTS:
+                state[name] = state[name].float()
+        return state
+
+    def _run(
+        self,
+        group: dict[str, Any],
+        p: torch.Tensor,
+        state: dict[str, Any],
+        numbers: torch.Tensor,
+        clip: torch.Tensor | None,
+    ) -> None:
+        """Update one parameter and its state in place."""
+        kind, program = self._program(group, p, state, clip is not None)
+        given = {"param": p.detach(), "grad": p.grad, **state}
+        rows = {n: _rows(given[n], n, kind.row) for n in ("grad", *kind.outputs)}
+        rows |= {n: t.view(1, 1) for n, t in zip(_NUMBERS, numbers[:, :1], strict=True)}
+        if clip is not None:
+            rows["clip"] = clip.to(p.device)
+        aligned = {n: usable(t) for n, t in rows.items()}
+        made = [
+            aligned[n] if program.replaces(n, k) else torch.empty_like(aligned[n])
+            for k, n in enumerate(kind.outputs)
+        ]
+        program.run([aligned[n] for n in program.names], made, p.numel() // kind.row)
+        for n, t in zip(kind.outputs, made, strict=True):
+            if t is not rows[n]:
+                rows[n].copy_(t)
+        torch.autograd.graph.increment_version(p)
+
+    def _program(
+        self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], clips: bool
+    ) -> tuple[_Kind, Program]:
+        row, hint = _row_of(p.numel())
+        given: Any = p, p.grad, state["exp_avg"]
+        types: Any = tuple(as_dtype(t.dtype).name for t in given)
+        first, second = group["betas"]
+        kind = _Kind(
+            row,
+            hint,
+            types,
+            "master" in state,
+            clips,
+            group["maximize"],
+            (float(first), float(second)),
+            group["eps"],
+        )
+        return kind, program_of("AdamW", kind, kind.graph, p.device)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class or of `torch.optim.AdamW`.
+
+        PyTorch gives all state the type of its parameter; what is float32 here stays so.
+        """
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        own = chain.from_iterable(g["params"] for g in self.param_groups)
+        for number, p in zip(saved, own, strict=True):
+            given = state_dict["state"].get(number, {})
+            for name in (*_MOMENTS, "master"):
+                if name in given and self.master_weights:
+                    wide = given[name].detach().clone()
+                    self.state[p][name] = wide.to(p.device, torch.float32)
+
+
+def _row_of(count: int) -> tuple[int, int]:
+    """Elements of a row of a parameter, and the rows that its kernel is optimized for."""
+    row = math.gcd(count, ROW)
+    return (row, class_of("rows", count // row)) if row >= LEAST else (count, 0)
+
+
+def _refuse_capture(group: dict[str, Any], params: list[torch.Tensor]) -> None:
+    """Raise DeviceError in a capture that would repeat the numbers of one step."""
+    if params[0].is_cuda and not group["capturable"] and is_capturing():
+        raise DeviceError(
+            "AdamW(capturable=False): a CUDA graph would repeat the numbers of one step; make the "
+            "optimizer with capturable=True"
+        )
+
+
+def _numbers(group: dict[str, Any], steps: list[torch.Tensor]) -> torch.Tensor:
+    """Float32 numbers for each parameter, ``[n, len(_NUMBERS), 4]``, computed in float64 where the
+    steps are counted; a kernel reads the first of four."""
+    t = torch.stack([s.to(steps[0].device) for s in steps]).double()
+    first, second = (1.0 - beta**t for beta in map(float, group["betas"]))
+    lr = group["lr"]
+    lr = lr.to(t.device, torch.float64) if isinstance(lr, torch.Tensor) else lr
+    decay = torch.ones_like(t) * (1.0 - lr * group["weight_decay"])
+    found = torch.stack([lr / first, decay, second.rsqrt()], 1).float()
+    return found.unsqueeze(-1).expand(-1, -1, 4).contiguous()
+
+
+def _rows(t: Any, name: str, row: int) -> torch.Tensor:
+    """A tensor of a parameter as rows. Raises LayoutError if it is no dense one."""
+    if t.layout is not torch.strided or not (t.is_contiguous() or name == "grad"):
+        raise LayoutError(
+            f"AdamW: {name} {list(t.shape)} is not contiguous (strides {t.stride()}); make "
+            ".contiguous() of the parameter before it is given to the optimizer"
+        )
+    found: torch.Tensor = t.contiguous().view(-1, row)
+    return found
+
+
+__all__ = ["AdamW"]

@@ -1,0 +1,333 @@
+"""Losses of linear layers whose logits are never stored whole; no GPU, but for the last tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cutesuper as cs
+from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
+from cutesuper.verify.numeric import acceptable
+
+torch = pytest.importorskip("torch")
+
+from cutesuper.runtime.memory import Use, homes, overwritten  # noqa: E402
+from cutesuper.torch.ops import programs  # noqa: E402
+from cutesuper.torch.ops.heads import Head, HeadOperator, Part, chunks, definition  # noqa: E402
+
+F = torch.nn.functional
+INF = float("inf")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 128 rows, whatever the rows are."""
+    monkeypatch.setattr(definition, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "_rows", type(chunks._rows)())
+
+
+def arguments(rows: int, k: int = 16, v: int = 37, bias: bool = True, **made: Any) -> list[Any]:
+    torch.manual_seed(rows)
+    found: list[Any] = [
+        torch.randn(rows, k, **made),
+        torch.randn(v, k, **made) * k**-0.5,
+        torch.randint(v, (rows,), device=made.get("device")),
+        torch.randn(v, **made) if bias else None,
+    ]
+    found[2][1::5] = -100
+    return found
+
+
+def plain(
+    x: Any, weight: Any, target: Any, bias: Any = None, *, z_loss: float = 0.0,
+    softcap: float | None = None, reduction: str = "mean", **options: Any,
+) -> Any:  # fmt: skip
+    """The same with functions of PyTorch; 16-bit logits become float32."""
+    z = F.linear(x, weight, bias)
+    z = z if z.dtype == torch.float64 else z.float()
+    z = z if softcap is None else softcap * (z / softcap).tanh()
+    losses = F.cross_entropy(z, target, reduction="none", **options)
+    counts = target != options.get("ignore_index", -100)
+    losses = losses + z_loss * z.logsumexp(-1).square() * counts
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counts.sum()
+
+
+def gradients(run: Callable[..., Any], given: list[Any], dtype: Any, **options: Any) -> list[Any]:
+    """The loss, and the gradients of all floating-point arguments for a cotangent that is no power
+    of two."""
+    leaves = [
+        t.detach().to(dtype).requires_grad_() if t is not None and t.is_floating_point() else t
+        for t in given
+    ]
+    loss = run(*leaves, **options)
+    wrt = [t for t in leaves if t is not None and t.requires_grad]
+    torch.manual_seed(7)
+    return [loss.detach(), *torch.autograd.grad(loss, wrt, 0.3 * torch.randn(loss.shape).to(loss))]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"ignore_index": 3, "label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"softcap": 3.0, "label_smoothing": 0.2, "z_loss": 1e-3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_and_gradients(options: dict[str, Any], reduction: str, small_chunks: None) -> None:
+    for rows in (2, 128, 300):
+        given = arguments(rows, bias=rows != 128)
+        if "ignore_index" in options:
+            given[2] = given[2].abs() % 37
+        found, want = (
+            gradients(run, given, torch.float32, reduction=reduction, **options)
+            for run in (cs.ops.linear_cross_entropy, plain)
+        )
+        torch.testing.assert_close(found, want)
+
+
+def test_more_chunks_are_added_in_float32(small_chunks: None) -> None:
+    """The sums of 6 chunks are rounded once."""
+    given = arguments(6 * 128 - 1, bias=False)
+    given[:2] = (t.bfloat16() for t in given[:2])
+    found, eager, want = (
+        gradients(run, given, dtype)
+        for run, dtype in (
+            (cs.ops.linear_cross_entropy, torch.bfloat16),
+            (plain, torch.bfloat16),
+            (plain, torch.float64),
+        )
+    )
+    for ours, exact, theirs in zip(found, want, eager, strict=True):
+        assert (report := acceptable(ours, exact, theirs, ours.dtype)), report
+    kinds: list[Any] = [k for call, k, *_ in programs._programs if call == "linear_cross_entropy"]
+    forms = [form for _, form in kinds]
+    assert any(f.wide and f.adds for f in forms)
+
+
+def test_frozen_parts() -> None:
+    x, weight, target, _ = arguments(9)
+    loss = cs.ops.linear_cross_entropy(x.requires_grad_(), weight, target)
+    [dx] = torch.autograd.grad(loss, x)
+    [want] = torch.autograd.grad(plain(x, weight, target), x)
+    torch.testing.assert_close(dx, want)
+    assert not cs.ops.linear_cross_entropy(x.detach(), weight, target).requires_grad
+
+
+def test_rows_that_do_not_count() -> None:
+    x, weight, target, _ = arguments(6)
+    x.requires_grad_()
+    loss = cs.ops.linear_cross_entropy(x, weight, target.fill_(-100))
+    assert loss.isnan() and not torch.autograd.grad(loss, x)[0].any()
+    target[2] = 37  # neither a class nor ignored
+    assert cs.ops.linear_cross_entropy(x, weight, target, reduction="sum").isnan()
+
+
+def test_no_rows() -> None:
+    x, weight, target, _ = arguments(2)
+    loss = cs.ops.linear_cross_entropy(x[:0], weight.requires_grad_(), target[:0], reduction="sum")
+    assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
+
+
+def test_leading_dimensions_and_the_module() -> None:
+    x, weight, target, bias = arguments(12)
+    whole = cs.ops.linear_cross_entropy(x, weight, target, bias, reduction="none")
+    some = cs.ops.linear_cross_entropy(
+        x.view(3, 4, 16), weight, target.view(3, 4), bias, reduction="none"
+    )
+    assert torch.equal(some, whole.view(3, 4))
+    loss = cs.nn.LinearCrossEntropyLoss(label_smoothing=0.1)(x, weight, target, bias)
+    torch.testing.assert_close(loss, plain(x, weight, target, bias, label_smoothing=0.1))
+
+
+def test_autocast() -> None:
+    given = [t.requires_grad_() if t.is_floating_point() else t for t in arguments(9)]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = cs.ops.linear_cross_entropy(*given)
+        want = F.cross_entropy(F.linear(given[0], given[1], given[3]).float(), given[2])
+    torch.testing.assert_close(loss, want, rtol=1e-3, atol=0)  # PyTorch rounds the logits
+    assert torch.autograd.grad(loss, given[1])[0].dtype == torch.float32
+
+
+def test_compiled() -> None:
+    x, weight, target, _ = arguments(9)
+
+    def loss(x: Any, weight: Any) -> Any:
+        return cs.ops.linear_cross_entropy(x * 2, weight, target) * 3
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found, want = (gradients(run, [x, weight], torch.float32) for run in (compiled, loss))
+    assert all(map(torch.equal, found, want))
+
+
+def test_library() -> None:
+    x, weight, target, _ = arguments(9)
+    x.requires_grad_()
+    given = (x, weight, target, None, -100, 0.0, 0.0, 0.0)
+    factors, needs = torch.rand(9), [True, False, False, False]
+    ops = torch.ops.cutesuper
+    torch.library.opcheck(ops.linear_cross_entropy.default, given)
+    torch.library.opcheck(ops.linear_cross_entropy_total.default, (*given, factors, needs))
+
+
+def test_no_second_derivative() -> None:
+    x, weight, target, _ = arguments(9)
+    x.requires_grad_()
+    for reduction in ("none", "sum"):
+        loss = cs.ops.linear_cross_entropy(x, weight, target, reduction=reduction).sum()
+        [dx] = torch.autograd.grad(loss, x, torch.ones_like(loss).requires_grad_(), None, True)
+        with pytest.raises(GraphError, match="create_graph"):
+            dx.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"target": torch.zeros(3, dtype=torch.int64)}, ShapeError, r"target\[3\]"),
+        ({"weight": torch.zeros(37, 15)}, ShapeError, r"weight\[37, 15\]"),
+        ({"bias": torch.zeros(36)}, ShapeError, r"bias\[36\]"),
+        ({"target": torch.zeros(9)}, DTypeError, "int64"),
+        ({"x": None}, DTypeError, "x=None"),
+        ({"softcap": 0.0}, OperatorError, "softcap"),
+        ({"label_smoothing": 1.5}, OperatorError, "label_smoothing"),
+        ({"z_loss": INF}, OperatorError, "z_loss"),
+        ({"reduction": "max"}, OperatorError, "reduction"),
+        ({"ignore_index": 1 << 40}, OperatorError, "ignore_index"),
+    ],
+)
+def test_refusals(change: dict[str, Any], error: type[Exception], match: str) -> None:
+    x, weight, target, bias = arguments(9)
+    given = {"x": x, "weight": weight, "target": target, "bias": bias}
+    with pytest.raises(error, match=match):
+        cs.ops.linear_cross_entropy(**{**given, **change})
+
+
+# --- other heads ---------------------------------------------------------------------------------
+
+
+def _distilled(g: Any, x: Any, weight: Any, teacher: Any) -> Any:
+    """``KL(softmax(teacher) || softmax(x weight^T))`` of each row."""
+    ours, theirs = g.log_softmax(g.matmul(x, g.transpose(weight))), g.log_softmax(teacher)
+    return g.sum(g.mul(g.exp(theirs), g.sub(theirs, ours)), -1)
+
+
+_distillation = HeadOperator(
+    Head(
+        "test_linear_kl",
+        (Part("x", 1, rows=True), Part("weight", 2), Part("teacher", 1, rows=True)),
+        (),
+        _distilled,
+    )
+)
+
+
+def _kl(x: Any, weight: Any, teacher: Any) -> Any:
+    ours = F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1)
+    theirs = teacher.detach().to(ours.dtype).log_softmax(-1)
+    return F.kl_div(ours, theirs, reduction="sum", log_target=True)
+
+
+def _our_kl(x: Any, weight: Any, teacher: Any) -> Any:
+    factors = torch.ones(len(x), device=x.device)
+    return _distillation.total((x, weight, teacher.detach()), (), factors)
+
+
+def test_another_head(small_chunks: None) -> None:
+    x, weight, *_ = arguments(200)
+    teacher = torch.randn(200, 37)
+    found: list[Any] = []
+    for run in (_our_kl, _kl):
+        x, weight = (t.detach().requires_grad_() for t in (x, weight))
+        loss = run(x, weight, teacher)
+        found.append([loss, *torch.autograd.grad(loss, (x, weight))])
+    torch.testing.assert_close(*found)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def use(reads: set[int], writes: set[int], *pairs: tuple[int, int]) -> Use:
+    return Use(frozenset(reads), frozenset(writes), frozenset(pairs))
+
+
+def test_tensors_share_memory_once_nothing_reads_them() -> None:
+    """Logits 1, their derivative 2, a copy of it 3, all of one size."""
+    steps = [use({0}, {1}), use({1}, {2}), use({2}, {3}), use({3}, {4})]
+    assert homes(steps, dict.fromkeys((1, 2, 3), 8)) == {3: 1}
+    steps[1] = use({1}, {2}, (1, 2))
+    assert homes(steps, dict.fromkeys((1, 2, 3), 8)) == {2: 1}
+    assert homes(steps, {1: 8, 2: 4, 3: 8}) == {3: 1}
+    steps[3] = use({3, 1}, {4})
+    assert homes(steps, dict.fromkeys((1, 2, 3), 8)) == {}
+
+
+def test_inputs_are_overwritten_by_the_last_that_reads_them() -> None:
+    assert overwritten([use({0}, {1}), use({0, 1}, {2}, (0, 2))], 0, 2)
+    assert not overwritten([use({0}, {2}, (0, 2)), use({0}, {1})], 0, 2)
+    assert not overwritten([use({0}, {2})], 0, 2)
+    assert not overwritten([use({0}, {2}, (0, 2)), use({2}, {1})], 0, 2)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+def judge(ours: Callable[..., Any], theirs: Callable[..., Any], given: list[Any]) -> None:
+    dtype = given[0].dtype
+    found, eager = (gradients(run, given, dtype) for run in (ours, theirs))
+    want = gradients(theirs, given, torch.float64)
+    for a, exact, b in zip(found, want, eager, strict=True):
+        assert (report := acceptable(a, exact, b, a.dtype)), report
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+def test_kernels_of_three_chunks(small_chunks: None) -> None:
+    given = arguments(300, 64, 336, bias=False, device="cuda", dtype=torch.bfloat16)
+    judge(cs.ops.linear_cross_entropy, plain, given)
+
+
+@pytest.mark.gpu
+def test_kernels_of_odd_extents() -> None:
+    given = arguments(37, 65, 51, device="cuda", dtype=torch.float16)
+    judge(cs.ops.linear_cross_entropy, plain, given)
+
+
+@pytest.mark.gpu
+def test_kernels_of_another_head() -> None:
+    given = arguments(300, 64, 336, bias=False, device="cuda", dtype=torch.bfloat16)[:2]
+    teacher = torch.randn(300, 336, device="cuda", dtype=torch.bfloat16)
+    judge(lambda x, w: _our_kl(x, w, teacher), lambda x, w: _kl(x, w, teacher), given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("v", "k", "rows"), [(128256, 512, 4099), (50257, 768, 12345)])
+@pytest.mark.parametrize("scale", [2.0**-6, 8.0])
+def test_vocabularies(v: int, k: int, rows: int, scale: float) -> None:
+    given = arguments(rows, k, v, bias=v % 2 == 1, device="cuda", dtype=torch.bfloat16)
+    given[0] *= scale
+    judge(cs.ops.linear_cross_entropy, plain, given)
+
+
+@pytest.mark.gpu
+def test_peak_memory() -> None:
+    """One chunk of logits and the gradients, not the logits of all rows."""
+    rows, k, v = 8192, 1024, 128256
+    given = [
+        t.requires_grad_() if t.is_floating_point() else t
+        for t in arguments(rows, k, v, bias=False, device="cuda", dtype=torch.bfloat16)[:3]
+    ]
+    cs.ops.linear_cross_entropy(*given).backward()
+    for t in given:
+        t.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cs.ops.linear_cross_entropy(*given).backward()
+    most = torch.cuda.max_memory_allocated() - before
+    gradients = sum(2 * t.numel() for t in given[:2])
+    assert most < 2 * definition.CHUNK_BYTES + 2.1 * gradients < rows * v * 2 * 2
