@@ -130,11 +130,12 @@ class _Attention(Entry):
         """Both passes, where every query head has keys of its own if they are given for each; keys
         that repeat have gradients that do not, which the program sums behind them."""
         g = KernelGraph()
-        sides = [
+        query, key, value = (
             g.new_input(tuple(map(b.extent, slots)), fake(a[name]).dtype, name)
             for name, slots in zip(_SIDES, (at.query, at.key, at.value), strict=True)
-        ]
-        g.mark_output(g.scaled_dot_product_attention(*sides, _causal(a), _scale(node, a)))
+        )
+        y = g.scaled_dot_product_attention(query, key, value, _causal(a), _scale(node, a))
+        g.mark_output(y)
         return split(g, _SIDES, save=["out", "lse"])
 
     def operands(self, b: Builder, node: fx.Node, a: Arguments, at: _Places) -> dict[str, Tensor]:
@@ -310,7 +311,7 @@ def _fill(graph: fx.Graph, node: fx.Node) -> None:
     if not isinstance(val, torch.Tensor):
         return
     with graph.inserting_after(node):
-        options = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
+        options: dict[str, Any] = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
         zeros = graph.call_function(torch.ops.aten.full.default, (list(val.shape), 0), options)
     zeros.meta = dict(node.meta)
     node.replace_all_uses_with(zeros)
