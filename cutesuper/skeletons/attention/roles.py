@@ -72,6 +72,7 @@ class AttentionRoles:
         self._find_labels()
         self.row_reductions: dict[int, Reduction] = {}
         self.key_reductions: dict[int, Reduction] = {}
+        self.beside: dict[int, View] = {}
 
     def _find_labels(self) -> None:
         ops = self.ops
@@ -147,8 +148,8 @@ class AttentionRoles:
             product=self.product, prologue=None if plain else prologue,
             row_reductions=tuple(self.row_reductions.values()), row_values=row_values,
             key_reductions=tuple(self.key_reductions.values()), key_values=key_values,
-            vectors={i: self._view(i) for i in self.vectors}, scores=scores, factor=factor,
-            row_factor=row_factor,
+            vectors={i: self._view(i) for i in self.vectors}, beside=self.beside, scores=scores,
+            factor=factor, row_factor=row_factor,
             masks=masks, maximum=maximum, weight=weight, row_sums=sums, result=result,
             outputs=outputs, schedule=schedule,
         )  # fmt: skip
@@ -320,7 +321,9 @@ class AttentionRoles:
             labels = set(self.ops[i].dims)
             if i == self.row_load or i in self.vectors:
                 continue
-            if self.keys in labels and not labels & set(self.own_labels):
+            if self.ops[i].kind == LOAD and self._meets_scores(labels):
+                self.beside[i] = self._view(i)
+            elif self.keys in labels and not labels & set(self.own_labels):
                 key_values[i] = fuse(self.program, i, self._reduces_keys, self.where)
             elif not labels & {self.keys, self.inner, self.columns}:
                 row_values[i] = fuse(self.program, i, self._reduces_rows, self.where)
@@ -330,6 +333,10 @@ class AttentionRoles:
                     "beside the scores, where only values of a row or of a key can be"
                 )
         return row_values, key_values
+
+    def _meets_scores(self, labels: set[str]) -> bool:
+        """True for the labels of a tensor with a number for each key, or each row and key."""
+        return self.keys in labels and not labels & {self.inner, self.columns}
 
     def _reduces_rows(self, i: int) -> bool:
         return self._reduction(i, self.row_load, self.inner, self.row_reductions)
