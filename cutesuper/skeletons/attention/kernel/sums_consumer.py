@@ -14,7 +14,7 @@ from cutesuper.device.fragments import PIECE, fetched, filled, fragment, stored
 from cutesuper.device.math import choose
 from cutesuper.device.memory import neighbours, one, operand_layout
 from cutesuper.device.products import Product
-from cutesuper.ir.operators.base import CONSTANT, lookup
+from cutesuper.ir.operators.base import CONSTANT, LARGEST, lookup
 from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER
 from cutesuper.skeletons.attention.kernel.rows import byte_piece, chunk_of
 from cutesuper.skeletons.attention.kernel.scores import LOG2E, exp2
@@ -310,6 +310,9 @@ class SumsConsumer:
             return self.in_log2(op.inputs[0], known)
         if i in self.plan.between and op.facets.subtracts:
             a, b = (self.in_log2(j, known) for j in op.inputs)
+            if op.inputs[1] in self.plan.between:
+                # a guard of a row that sees nothing, the lowest number, stays finite
+                b = cute.arch.fmax(b, -LARGEST)
             return a - b
         if i in self.plan.between and op.facets.multiplies:
             factor = self.plan.program.ops[op.inputs[1]]
