@@ -290,7 +290,7 @@ replaced
      2 x model.layers.*.input_layernorm           LlamaRMSNorm -> cs.ops.rms_norm
      2 x model.layers.*.post_attention_layernorm  LlamaRMSNorm -> cs.ops.rms_norm
      1 x model.norm                               LlamaRMSNorm -> cs.ops.rms_norm
-     1 x config                                   sdpa attention -> cs.ops.attention, where no mask tensor is needed
+     1 x config                                   sdpa attention -> cs.ops.attention: training, prompts, decoding
 left as they are
      1 x model.layers.*.mlp  LlamaMLP -- it does not compute down(activation(gate(x)) * up(x)) with one of silu, gelu, gelu_tanh
 calls that run the original

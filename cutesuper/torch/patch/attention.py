@@ -2,7 +2,8 @@
 
 It is registered with the ``AttentionInterface`` of transformers, as ``"cutesuper"``, and computes
 
-* what needs no mask tensor, with gradients or for many queries: training, and prompts;
+* what records gradients: training;
+* many queries without a mask tensor: prompts;
 * few queries on a cache of fixed length in which the keys up to the query are visible: decoding.
 
 The rest goes to ``"sdpa"``. While models decode the mask tells which keys are visible: it is made
@@ -166,13 +167,16 @@ def attention_forward(
     if usual and _fits(*sides):
         causal = _is_causal_call(module, query, attention_mask, options.get("is_causal"))
         found = None
-        if _records(*sides) or query.shape[2] > MOST_POSITIONS:
+        call: dict[str, Any] = {"scale": scaling, "enable_gqa": True}
+        if _records(*sides):
+            found = _attend(sides, call | {"is_causal": causal, "attn_mask": attention_mask})
+        elif query.shape[2] > MOST_POSITIONS:
             if attention_mask is None:
-                found = _attend(sides, None, scaling, causal)
+                found = _attend(sides, call | {"is_causal": causal})
         elif (keys := _keys_of(attention_mask)) is not None:
-            found = _attend(sides, keys, scaling, True)
+            found = _attend(sides, call | {"is_causal": True, "key_lengths": keys})
         elif attention_mask is None and _in_longer_cache(query, key):
-            found = _attend(sides, None, scaling, False)
+            found = _attend(sides, call)
         if found is not None:
             return found.transpose(1, 2).contiguous(), None
     return ALL_ATTENTION_FUNCTIONS[BASE](
@@ -233,20 +237,19 @@ def _in_longer_cache(query: Tensor, key: Tensor) -> bool:
         return False
 
 
-def _attend(sides: _Sides, keys: Tensor | None, scale: float | None, causal: bool) -> Tensor | None:
-    """`cutesuper.ops.attention`; None if it has no kernels for these arguments."""
+def _attend(sides: _Sides, call: dict[str, Any]) -> Tensor | None:
+    """`cutesuper.ops.attention` with some options; None if it has no kernels for these
+    arguments."""
     query, key, value = sides
     if order_of(query) is None:
         query = query.contiguous()
     if _records(query, key, value):
         key, value = (t if order_of(t) is not None else t.contiguous() for t in (key, value))
-    call: dict[str, Any] = {
-        "is_causal": causal, "scale": scale, "enable_gqa": True, "key_lengths": keys
-    }  # fmt: skip
     if torch.compiler.is_compiling():
         return attention(query, key, value, **call)
-    kind = (query.shape, key.shape, key.stride(), value.stride(), query.dtype, query.device, scale,
-            keys is None, causal, _records(query, key, value))  # fmt: skip
+    given = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in call.values())
+    kind = (query.shape, key.shape, key.stride(), value.stride(), query.dtype, query.device, given,
+            *call, _records(query, key, value))  # fmt: skip
     if kind in refused:
         return None
     try:
@@ -285,7 +288,7 @@ def install(model: nn.Module) -> tuple[list[Entry], list[tuple[Any, str]]]:
         register()
         config._attn_implementation_internal = ATTENTION_NAME
         changed.append((config, before))
-        entries.append(Entry(where, was, "cs.ops.attention, where no mask tensor is needed"))
+        entries.append(Entry(where, was, "cs.ops.attention: training, prompts, decoding"))
     return entries, changed
 
 

@@ -113,8 +113,8 @@ def patch(
         mlp: gated MLPs: `cutesuper.ops.swiglu` and `geglu`, and without gradients, for few
             positions, a program of the whole MLP.
         qkv: the projections of attention: without gradients, for few positions, one program.
-        attention: `cutesuper.ops.attention` where no mask tensor is needed: training, prompts, and
-            decoding with a cache of fixed length.
+        attention: `cutesuper.ops.attention`: training, prompts without a mask, and decoding with a
+            cache of fixed length.
 
     Returns:
         A `Patch`: ``report()`` lists the changes, ``undo()`` undoes them, as does leaving ``with
@@ -171,7 +171,7 @@ def _replaced(made: Patch, kind: ModuleType, path: str, module: nn.Module) -> En
 
 def register_attention() -> None:
     """Make ``attn_implementation="cutesuper"`` known to transformers: `cutesuper.ops.attention`
-    where no mask tensor is needed (training, prompts, decoding with a cache of fixed length), else
+    for training, prompts without a mask, and decoding with a cache of fixed length, else
     ``"sdpa"``. `patch` does this by itself.
 
     Raises:
