@@ -254,12 +254,12 @@ def _multiplied(
     if last is None:
         if dtype.integer:
             return False
-        if form.keys in own and kinds <= {"rows", form.keys}:
-            return False  # added to the scores
+        if kinds <= {"rows", form.keys}:
+            return False  # it meets the scores
         raise SearchError(
             f"the attention loop: a tensor along {shown(own) or 'nothing'} is read; beside their "
-            f"three matrices there may be vectors along {form.inner}, tensors along {form.keys} "
-            "that meet the scores, and lengths"
+            f"three matrices there may be vectors along {form.inner}, numbers of rows and "
+            "keys that meet the scores, and lengths"
         )
     if dtype.name not in MULTIPLIED:
         raise SearchError(

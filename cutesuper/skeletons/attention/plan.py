@@ -123,7 +123,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
         row_reductions, row_values: those of the query, before the loop.
         key_reductions, key_values: those of a tile of keys or values.
         vectors: loads of the prologue with the inner label only.
-        beside: loads along the keys that meet the scores, as biases and conditions.
+        beside: loads of numbers of rows and keys that meet the scores, as biases and conditions.
         scores: the function of the product whose running maximum is taken, without ``factor``; not
             used without a maximum.
         factor, row_factor: positive; the scores are ``factor * scores``, and times a value of the

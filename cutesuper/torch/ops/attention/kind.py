@@ -172,6 +172,7 @@ def _masked(
     scores = g.mul(g.matmul(query, g.transpose(key)), scale)
     beside = g.new_input(mask_shape(kind, mask), mask.dtype, "mask")
     scores = g.hide(beside, scores) if mask.hides else g.add(scores, beside)
+    scores = g.convert(scores, kind.dtype)  # a bias may be float32
     if lengths is not None:
         scores = g.length_mask(scores, lengths, kind.causal)
     elif kind.causal:
