@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cutesuper.torch.ops.attention.flex import flex_attention
 from cutesuper.torch.ops.attention.operator import attention
 from cutesuper.torch.ops.rowwise.activations import add_activation, geglu, normalized_update, swiglu
 from cutesuper.torch.ops.rowwise.cross_entropy import cross_entropy
@@ -12,6 +13,7 @@ __all__ = [
     "add_activation",
     "attention",
     "cross_entropy",
+    "flex_attention",
     "geglu",
     "layer_norm",
     "log_softmax",
