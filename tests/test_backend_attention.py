@@ -175,3 +175,14 @@ def test_the_search_finds_one_kernel_for_each_kind_of_sum() -> None:
         found = search(region.graph, H200, options=SearchOptions(lowered=True), near=1.02)
         made = found.candidates[0].mugraph
         assert [type(make_plan(s, made.tensors, H200)).__name__ for s in made.steps] == kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["groups of heads", "block", "repeated keys"])
+def test_training_on_a_gpu(name: str) -> None:
+    torch._dynamo.reset()
+    model = TRAINED[name](256).cuda().bfloat16()
+    x = torch.randn(2, 96, 256, device="cuda").bfloat16()
+    call, reports = compiled(model)
+    judge_gradients(model, gradients(model, call, x), x)
+    assert not [o.reason for r in reports for o in r.outside if "attention" in o.reason]
