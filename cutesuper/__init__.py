@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cutesuper.torch.compile.explain import explain
     from cutesuper.torch.compile.traced_program import TracedProgram
     from cutesuper.torch.generate import Decoder, generate
-    from cutesuper.torch.patch import Patch, patch
+    from cutesuper.torch.patch import Patch, patch, register_attention
 
 __all__ = [
     "B200",
@@ -64,6 +64,7 @@ __all__ = [
     "ops",
     "optim",
     "patch",
+    "register_attention",
     "split",
     "superoptimize",
     "symbol",
@@ -81,6 +82,7 @@ _LATE = {
     "explain": "cutesuper.torch.compile.explain",
     "generate": "cutesuper.torch.generate",
     "patch": "cutesuper.torch.patch",
+    "register_attention": "cutesuper.torch.patch",
 }
 
 

@@ -288,7 +288,7 @@ PAGED = {**GQA, "page_table": TABLE, "key_lengths": LENGTHS}
 @pytest.mark.parametrize(
     ("args", "options", "error", "text"),
     [
-        ((Q, Q, Q, torch.zeros(5, 5)), {}, OperatorError, r"pass is_causal=True, or key_lengths="),
+        ((Q, Q, Q, torch.zeros(5, 4)), {}, ShapeError, r"attn_mask has shape \[5, 4\]; it must"),
         ((Q, Q, Q), {"dropout_p": 0.1}, OperatorError, r"dropout_p=0.1\): it drops nothing"),
         ((Q, K, K), {}, ShapeError, r"6 query heads for 3 heads of keys; pass enable_gqa=True"),
         ((Q[:, :4], K, K), GQA, ShapeError, "4 query heads are no multiple of the 3 heads"),
@@ -390,11 +390,13 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(torch.ops.cutesuper.attention.default, examples()[name])
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", ["plain", "grouped"])
-def test_opcheck_of_gradients(name: str) -> None:
+def test_opcheck_of_gradients(name: str, masked: bool) -> None:
     query, key, value, lengths, _, _, _, causal, scale, _ = examples()[name]
     sides = [t.clone().requires_grad_() for t in (query, key, value)]
-    args = (*sides, lengths, causal, scale)
+    mask = torch.randn(query.shape[2], key.shape[2]) > -1 if masked else None
+    args = (*sides, lengths, mask, causal, scale)
     torch.library.opcheck(torch.ops.cutesuper.attention_kept.default, args)
 
 

@@ -23,11 +23,8 @@ def recomputed(graph: KernelGraph) -> list[tuple[KernelGraph, Groups]]:
         graph: primitive operators only.
 
     Returns:
-        Nothing if all outputs sum over one dimension, or any over none, or if elements are hidden
-        by a condition: kernels that compute scores again hide by position only.
+        Nothing if all outputs sum over one dimension, or any over none.
     """
-    if any(n.facets.hides for n in graph.nodes):
-        return []
     sums = _Sums(graph)
     found: dict[frozenset[int], list[int]] = {}
     for n, output in enumerate(graph.outputs):

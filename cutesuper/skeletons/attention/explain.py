@@ -13,7 +13,7 @@ from cutesuper.skeletons.attention.plan import AttentionPlan, Mask, Reduction
 def attention_lines(plan: AttentionPlan) -> list[str]:
     """The plan line by line: places of all data, roles of all warps, joining of the keys' parts."""
     lines = [_tile_line(plan), *_block_lines(plan), *_row_lines(plan), *_key_lines(plan)]
-    lines += [_score_line(plan), *_sum_lines(plan), *_join_lines(plan)]
+    lines += [*_beside_lines(plan), _score_line(plan), *_sum_lines(plan), *_join_lines(plan)]
     lines += [
         f"{_tensor(plan, o.view.argument)} = {_text(plan, o.expression)}" for o in plan.outputs
     ]
@@ -80,6 +80,10 @@ def _key_lines(plan: AttentionPlan) -> list[str]:
 def _reduction(plan: AttentionPlan, side: str, n: int, r: Reduction) -> str:
     scale = f" * {r.scale:g}" if r.scale != 1 else ""
     return f"{side} statistic{n}: {r.op} of {_text(plan, r.source)}{scale}"
+
+
+def _beside_lines(plan: AttentionPlan) -> list[str]:
+    return [f"{_name(plan, i)}: read in registers while scores are multiplied" for i in plan.beside]
 
 
 def _score_line(plan: AttentionPlan) -> str:

@@ -239,7 +239,8 @@ def _check_masks(program: LabelledProgram, form: AttentionForm) -> None:
 def _multiplied(
     region: Region, program: LabelledProgram, op: LabelledOp, form: AttentionForm
 ) -> bool:
-    """True for loads of Q, K, V and inner vectors, not for lengths. Raises SearchError."""
+    """True for loads of Q, K, V and inner vectors, not for lengths and what meets the scores.
+    Raises SearchError."""
     own = labels_of(op.attributes["map"])
     matrix = [d for d in own if d not in form.batch]
     kinds = {"rows" if d in form.rows else d for d in matrix}
@@ -253,9 +254,12 @@ def _multiplied(
     if last is None:
         if dtype.integer:
             return False
+        if kinds <= {"rows", form.keys}:
+            return False  # it meets the scores
         raise SearchError(
             f"the attention loop: a tensor along {shown(own) or 'nothing'} is read; beside their "
-            f"three matrices there may be vectors along {form.inner} and lengths"
+            f"three matrices there may be vectors along {form.inner}, numbers of rows and "
+            "keys that meet the scores, and lengths"
         )
     if dtype.name not in MULTIPLIED:
         raise SearchError(

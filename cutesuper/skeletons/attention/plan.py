@@ -123,6 +123,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
         row_reductions, row_values: those of the query, before the loop.
         key_reductions, key_values: those of a tile of keys or values.
         vectors: loads of the prologue with the inner label only.
+        beside: loads of numbers of rows and keys that meet the scores, as biases and conditions.
         scores: the function of the product whose running maximum is taken, without ``factor``; not
             used without a maximum.
         factor, row_factor: positive; the scores are ``factor * scores``, and times a value of the
@@ -153,6 +154,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
     key_reductions: tuple[Reduction, ...]
     key_values: dict[int, ThreadExpression]
     vectors: dict[int, View]
+    beside: dict[int, View]
     scores: ThreadExpression
     factor: float
     row_factor: int | None
@@ -327,7 +329,9 @@ class AttentionPlan(Plan[AttentionSchedule]):
         # a warpgroup's 64 rows of fp32 numbers take half a register a thread for each column
         weights = self.key_tile * self.element_bytes // 8
         values = len(self.key_values) * self.key_tile // 4
-        return self.width // 2 + self.key_tile // 2 + weights + values
+        beside = sum(as_dtype(self.arguments[v.argument].dtype).itemsize
+                     for v in self.beside.values()) * self.key_tile // 8  # fmt: skip
+        return self.width // 2 + self.key_tile // 2 + weights + values + beside
 
     @property
     def registers(self) -> tuple[int, int] | None:

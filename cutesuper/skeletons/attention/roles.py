@@ -72,6 +72,7 @@ class AttentionRoles:
         self._find_labels()
         self.row_reductions: dict[int, Reduction] = {}
         self.key_reductions: dict[int, Reduction] = {}
+        self.beside: dict[int, View] = {}
 
     def _find_labels(self) -> None:
         ops = self.ops
@@ -134,8 +135,10 @@ class AttentionRoles:
             for i, op in enumerate(self.ops)
             if op.kind == "store"
         )
-        expressions = [prologue, scores, result.source, *(s.source for s in sums)]
-        expressions += [o.expression for o in outputs]
+        loop = [scores, result.source, *(s.source for s in sums)]
+        around = [prologue, *(o.expression for o in outputs)]
+        self._find_beside(loop, around)
+        expressions = [*around, *loop]
         row_values, key_values = self._values(expressions, finals | leaves | {self.product})
         scores, row_factor = self._without_row_factor(scores, row_values)
         plain = prologue.trivial and prologue.leaves == (self.row_load,)
@@ -147,8 +150,8 @@ class AttentionRoles:
             product=self.product, prologue=None if plain else prologue,
             row_reductions=tuple(self.row_reductions.values()), row_values=row_values,
             key_reductions=tuple(self.key_reductions.values()), key_values=key_values,
-            vectors={i: self._view(i) for i in self.vectors}, scores=scores, factor=factor,
-            row_factor=row_factor,
+            vectors={i: self._view(i) for i in self.vectors}, beside=self.beside, scores=scores,
+            factor=factor, row_factor=row_factor,
             masks=masks, maximum=maximum, weight=weight, row_sums=sums, result=result,
             outputs=outputs, schedule=schedule,
         )  # fmt: skip
@@ -291,7 +294,15 @@ class AttentionRoles:
 
     def _is_value(self, i: int) -> bool:
         """True if an operation is a value of rows or of keys, which the scores use as it is."""
-        return self.ops[i].kind != CONSTANT and not self._is_score(i)
+        if self.ops[i].kind == CONSTANT or self._is_score(i):
+            return False
+        return self.ops[i].kind == LOAD or not self._is_beside(i)
+
+    def _is_beside(self, i: int) -> bool:
+        """True for an element-wise function of numbers of rows and keys."""
+        made = [self.ops[j] for j in self.program.dependence.before(i)]
+        matrix = {self.inner, self.columns}
+        return not any(matrix & set(op.dims) or "over" in op.attributes for op in made)
 
     def _is_score(self, i: int) -> bool:
         """True if an operation is the first product, or depends on it."""
@@ -318,7 +329,7 @@ class AttentionRoles:
         row_values, key_values = dict[int, ThreadExpression](), dict[int, ThreadExpression]()
         for i in sorted({i for e in expressions for i in e.leaves} - known):
             labels = set(self.ops[i].dims)
-            if i == self.row_load or i in self.vectors:
+            if i == self.row_load or i in self.vectors or i in self.beside:
                 continue
             if self.keys in labels and not labels & set(self.own_labels):
                 key_values[i] = fuse(self.program, i, self._reduces_keys, self.where)
@@ -330,6 +341,14 @@ class AttentionRoles:
                     "beside the scores, where only values of a row or of a key can be"
                 )
         return row_values, key_values
+
+    def _find_beside(self, loop: list[ThreadExpression], around: list[ThreadExpression]) -> None:
+        """The loads of numbers of rows and keys that only the loop needs."""
+        others = {i for e in around for i in e.leaves}
+        for i in sorted({i for e in loop for i in e.leaves} - others):
+            op = self.ops[i]
+            if op.kind == LOAD and self._is_beside(i):
+                self.beside[i] = self._view(i)
 
     def _reduces_rows(self, i: int) -> bool:
         return self._reduction(i, self.row_load, self.inner, self.row_reductions)

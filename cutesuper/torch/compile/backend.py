@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from cutesuper.torch.compile import internals
+from cutesuper.torch.compile.attention import without_seeds
 from cutesuper.torch.compile.heads import take_heads
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partition import partition
@@ -105,6 +106,7 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
     """
     start = time.perf_counter()
     try:
+        without_seeds(gm.graph)
         found = partition(gm.graph)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         why = f"no regions were looked for ({type(error).__name__}: {error})"

@@ -119,10 +119,10 @@ def _fits(marks: _Marks, mask: torch.Tensor, query: torch.Tensor, keys: Any) -> 
 
 def reads(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node needs in a kernel: lengths in the place of a mask."""
-    lengths = lengths_of(node)
+    lengths, a, entry = lengths_of(node), arguments_of(node), entry_of(node)
     if lengths is None:
-        return node.all_input_nodes
-    a = arguments_of(node)
+        unread = [a.get(name) for name in (entry.unread if entry is not None else ())]
+        return [n for n in node.all_input_nodes if n not in unread]
     return [*(a[n] for n in ("query", "key", "value")), lengths.node]
 
 

@@ -1,4 +1,4 @@
-"""Products of matrices, and attention."""
+"""Products of matrices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from torch import fx
 from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import Tensor
 from cutesuper.torch.compile.factored_dims import (
-    Dims,
     Part,
-    divides,
-    extent_of,
     leaves,
-    regroup,
     unify,
 )
 from cutesuper.torch.compile.graph_builder import (
@@ -31,8 +27,7 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     translated,
 )
-from cutesuper.torch.compile.length_masks import Lengths, mask_of, read_lengths
-from cutesuper.torch.compile.table import Arguments, Entry, enter, enter_all, number
+from cutesuper.torch.compile.table import Arguments, Entry, enter_all, number
 
 _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -174,100 +169,3 @@ def _front(b: Builder, y: Value) -> Slots:
     present = set(y.present())
     slots = b.groups(tuple(p for d in y.dims for p in leaves(d)))
     return tuple(s if present.issuperset(s) else None for s in slots)
-
-
-# --------------------------------------------------------------------------------------- attention
-
-
-@enter(
-    "aten.scaled_dot_product_attention.default",
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_cudnn_attention.default",
-)
-class Attention(Entry):
-    """``softmax(q k^T * scale) v``; query heads may share keys.
-
-    The operators that PyTorch chooses on a GPU have further results for the backward pass, which
-    kernels do not compute.
-    """
-
-    products: ClassVar[int] = 2
-
-    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        lengths = None if mask_of(a) is None else read_lengths(node, a)
-        if a.get("dropout_p", 0.0) != 0.0:
-            raise Unsupported(node, "drops weights")
-        q, k, v = (s.of(a[n]) for n in ("query", "key", "value"))
-        if not len(q.dims) == len(k.dims) == len(v.dims) >= 3:
-            raise Unsupported(node, "takes tensors of different ranks")
-        if a.get("is_causal") and not isinstance(fake(a["query"]).shape[-2], int):
-            raise Unsupported(node, "is causal, over a length that is known only at the call")
-        heads = self._share(node, q.dims[-3], k.dims[-3])
-        unify(k.dims[-3], v.dims[-3])
-        for d in range(-len(q.dims), -3):
-            unify(q.dims[d], k.dims[d])
-            unify(q.dims[d], v.dims[d])
-        unify(q.dims[-1], k.dims[-1])
-        unify(k.dims[-2], v.dims[-2])
-        for one in (*heads, q.dims[-1], q.dims[-2], k.dims[-2], v.dims[-1]):
-            s.whole(one)
-        if q.absent or any(p in leaves(v.absent) for p in leaves(v.dims[-1])):
-            raise Unsupported(node, "takes queries, or columns of values, that repeat")
-        if lengths is not None:
-            unify(_parts(s.of(lengths.node)), q.dims[0])
-        y = Value((*q.dims[:-1], v.dims[-1]))
-        several = str(node.target) != "aten.scaled_dot_product_attention.default"
-        return (y, *(None for _ in range(8))) if several else y
-
-    def _share(self, node: fx.Node, query: Dims, key: Dims) -> tuple[Dims, Dims]:
-        """Heads of keys, and heads of the query for each of them."""
-        own, shared = extent_of(query), extent_of(key)
-        if not divides(shared, own):
-            raise Unsupported(node, f"has {own} query heads for {shared} heads of keys")
-        lead, group = regroup([query], [shared, own // shared])
-        unify(lead, key)
-        return lead, group
-
-    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
-        q, k, v = (b.value(a[n]) for n in ("query", "key", "value"))
-        front = b.groups(tuple(p for d in q.dims[:-2] for p in d))
-        rows, keys = b.one(node, q.dims[-2]), b.one(node, k.dims[-2])
-        lead = [correspondence(Value(q.dims[:-3]), Value(v.dims[:-3])) for v in (k, v)]
-        for parts, t in zip(lead, (k, v), strict=True):
-            # neighbouring heads of the query share one of the keys
-            parts.update(zip(leaves(q.dims[-3]), leaves(t.dims[-3]), strict=False))
-        query = multiplied(b, node, a["query"], (*front, rows, b.one(node, q.dims[-1])))
-        inner = (keys, b.one(node, k.dims[-1]))
-        lengths = None if mask_of(a) is None else read_lengths(node, a)
-        heads, rank = translated(front, lead[0]), 2
-        if lengths is not None and not leaves(q.dims[0]):
-            # one sequence; not the query's dimension, which may be computed without it
-            heads, rank = (None, *heads), len(heads) + 3
-        key = multiplied(b, node, a["key"], (*heads, *inner), rank)
-        width = b.one(node, v.dims[-1])
-        values = (*translated(front, lead[1]), b.one(node, v.dims[-2]), width)
-        value = multiplied(b, node, a["value"], values)
-        scale = a.get("scale")
-        y = b.g.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=bool(a.get("is_causal", False)),
-            scale=None if scale is None else number(node, scale),
-            lengths=None if lengths is None else self._lengths(b, node, lengths),
-        )
-        slots = (None, *front, rows, width)
-        built = Built(y, slots[-len(y.shape) :])
-        several = isinstance(b.shapes.values[node], tuple)
-        return (built, *(None for _ in range(8))) if several else built
-
-    def _lengths(self, b: Builder, node: fx.Node, lengths: Lengths) -> Tensor:
-        own = b.one(node, _parts(b.value(lengths.node)))
-        return b.lengths(lengths.node, (own,), lengths.offset, lengths.most)
-
-
-def _parts(lengths: Value) -> Dims:
-    """The one dimension of lengths, whatever extents of 1 are around it."""
-    return tuple(p for d in lengths.dims for p in d)

@@ -30,10 +30,12 @@ class Entry:
         changes: for an operator that computes nothing: it changes shapes or element types. A region
             that cannot see through it reads its result.
         products: the number of products of matrices that it stands for.
+        unread: names of arguments whose elements make no difference.
     """
 
     changes: ClassVar[bool] = False
     products: ClassVar[int] = 0
+    unread: ClassVar[tuple[str, ...]] = ()
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
         """False for arguments with which no kernel graph has the operator, so that it is as one
@@ -60,7 +62,7 @@ class Entry:
 _TABLE: dict[str, Entry] = {}
 
 #: the modules that define entries
-_MODULES = ("gathers", "pointwise", "products", "reducing", "views")
+_MODULES = ("attention", "gathers", "pointwise", "products", "reducing", "views")
 
 
 _Class = TypeVar("_Class", bound=Entry)

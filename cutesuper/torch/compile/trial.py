@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import log
 from typing import Any
 
 import torch
 from torch import fx
-from torch.nn import functional
 
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.operators.base import Counts
-from cutesuper.ir.relations import ordered
+from cutesuper.ir.relations import ordered, reachable
+from cutesuper.torch.compile.attention import AttentionBackward
+from cutesuper.torch.compile.attention_exact import attention
 from cutesuper.torch.compile.internals import hint_of
-from cutesuper.torch.compile.length_masks import makers, mask_of
+from cutesuper.torch.compile.length_masks import makers
 from cutesuper.torch.compile.region import Length, Region, Size
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.rewrite import Call, rewrite
-from cutesuper.torch.compile.table import is_free
+from cutesuper.torch.compile.table import arguments_of, entry_of, is_free
 from cutesuper.verify.numeric import acceptable
 
 _ATEN = torch.ops.aten
@@ -102,7 +104,7 @@ class Sample:
 
     def draw(self, seed: int, positive: bool = False) -> list[Any]:
         """Inputs of ``module``: normal numbers, scaled so that products stay of order 1; lengths of
-        at least 1.
+        at least 1; logarithms of the sums of as many weights of attention as there are keys.
 
         Args:
             seed: of the generator.
@@ -114,10 +116,12 @@ class Sample:
         lengths = [(o.node, *o.lengths) for o in self._alone[1].inputs if o.lengths]
         ranges = {n: (1 - offset, most - offset) for n, offset, most in lengths}
         ranges |= self._rows()
-        return [
+        drawn = [
             _drawn(n.meta["val"], scales.get(n, 1.0), generator, positive, ranges.get(n, (0, 1)))
             for n in self.sources
         ]
+        sums = _sums(self.module.graph)
+        return [t + sums[n] if n in sums else t for n, t in zip(self.sources, drawn, strict=True)]
 
     def _rows(self) -> dict[fx.Node, tuple[int, int]]:
         """The first and the last row that each index may name."""
@@ -211,20 +215,9 @@ class _Exact(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = (_promoted(v) for v in (args, kwargs))
         if str(target).startswith("aten._scaled_dot_product_"):
-            return _attention(target, args, kwargs)
+            return attention(target, args, kwargs)
         result = super().call_function(target, args, kwargs)
         return _promoted(result)
-
-
-def _attention(target: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor]:
-    """The first result of one of PyTorch's operators for attention; those for GPUs take only 16
-    bits. Regions have no use for the other results."""
-    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | kwargs
-    y = functional.scaled_dot_product_attention(
-        given["query"], given["key"], given["value"], mask_of(given),
-        is_causal=given.get("is_causal", False), scale=given.get("scale"), enable_gqa=True,
-    )  # fmt: skip
-    return (y,)
 
 
 def _promoted(value: Any) -> Any:
@@ -284,6 +277,19 @@ def _scales(graph: fx.Graph) -> dict[fx.Node, float]:
         while operand.op == "call_function" and operand.target in _VIEWS:
             operand = operand.args[0]
         found[operand] = length**-0.5
+    return found
+
+
+def _sums(graph: fx.Graph) -> dict[fx.Node, float]:
+    """For the logarithms of sums that backward passes of attention read, that of the number of
+    keys: weights are then at most of order 1, as behind a forward pass."""
+    found: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        if isinstance(entry_of(node), AttentionBackward):
+            a = arguments_of(node)
+            made = reachable([a["logsumexp"]], lambda n: n.all_input_nodes)
+            keys = hint_of(a["key"].meta["val"].shape[-2]) or 1
+            found |= {n: log(keys) for n in made if n.op == "placeholder"}
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cutesuper.torch.ops.attention.flex import flex_attention
 from cutesuper.torch.ops.attention.operator import attention
 from cutesuper.torch.ops.heads.cross_entropy import linear_cross_entropy
 from cutesuper.torch.ops.rowwise.activations import add_activation, geglu, normalized_update, swiglu
@@ -13,6 +14,7 @@ __all__ = [
     "add_activation",
     "attention",
     "cross_entropy",
+    "flex_attention",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

@@ -6,7 +6,7 @@ only for models that come from it.
 
 from __future__ import annotations
 
-from cutesuper.torch.patch.model import Patch, patch
+from cutesuper.torch.patch.model import Patch, patch, register_attention
 from cutesuper.torch.patch.report import Entry, Report
 
-__all__ = ["Entry", "Patch", "Report", "patch"]
+__all__ = ["Entry", "Patch", "Report", "patch", "register_attention"]

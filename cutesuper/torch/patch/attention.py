@@ -1,11 +1,15 @@
-"""Attention of transformers models while they decode, by `cutesuper.ops.attention`.
+"""Attention of transformers models by `cutesuper.ops.attention`.
 
-It is registered with the ``AttentionInterface`` of transformers, as ``"cutesuper"``. It calls
-``"sdpa"`` except for few queries on a cache of fixed length in which the keys up to the query are
-visible. The mask tells which: it is made as for ``"sdpa"``, and carries the numbers of visible keys
-if it expresses nothing else. A mask that was made or changed elsewhere carries none. While a CUDA
-graph is captured nothing is read from the device, and only masks without padding and windows carry
-numbers.
+It is registered with the ``AttentionInterface`` of transformers, as ``"cutesuper"``, and computes
+
+* what records gradients: training;
+* many queries without a mask tensor: prompts;
+* few queries on a cache of fixed length in which the keys up to the query are visible: decoding.
+
+The rest goes to ``"sdpa"``. While models decode the mask tells which keys are visible: it is made
+as for ``"sdpa"``, and carries their numbers if it expresses nothing else. A mask that was made or
+changed elsewhere carries none. While a CUDA graph is captured nothing is read from the device, and
+only masks without padding and windows carry numbers.
 
 This module imports transformers, and is imported only for models that come from it.
 """
@@ -41,6 +45,9 @@ from cutesuper.torch.patch.usual_calls import (
     are_alike,
     version,
 )
+
+#: query, key and value
+_Sides = tuple[Tensor, Tensor, Tensor]
 
 #: the implementation it falls back to
 BASE = "sdpa"
@@ -154,12 +161,24 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The function that transformers calls: attention, ``[B, L, H, D]``, and no weights."""
     usual = dropout == 0.0 and not any(options.get(n) is not None for n in _OTHERS)
-    if usual and _fits(query, key, value):
-        keys = _keys_of(attention_mask)
-        if keys is not None or (attention_mask is None and _in_longer_cache(query, key)):
-            found = _attend(query, key, value, keys, scaling)
-            if found is not None:
-                return found.transpose(1, 2).contiguous(), None
+    sides = query, key, value
+    if _records(*sides):
+        sides = _autocast(sides)
+    if usual and _fits(*sides):
+        causal = _is_causal_call(module, query, attention_mask, options.get("is_causal"))
+        found = None
+        call: dict[str, Any] = {"scale": scaling, "enable_gqa": True}
+        if _records(*sides):
+            found = _attend(sides, call | {"is_causal": causal, "attn_mask": attention_mask})
+        elif query.shape[2] > MOST_POSITIONS:
+            if attention_mask is None:
+                found = _attend(sides, call | {"is_causal": causal})
+        elif (keys := _keys_of(attention_mask)) is not None:
+            found = _attend(sides, call | {"is_causal": True, "key_lengths": keys})
+        elif attention_mask is None and _in_longer_cache(query, key):
+            found = _attend(sides, call)
+        if found is not None:
+            return found.transpose(1, 2).contiguous(), None
     return ALL_ATTENTION_FUNCTIONS[BASE](
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
     )
@@ -173,10 +192,33 @@ _OTHERS = ("softcap", *(
 ))  # fmt: skip
 
 
+def _records(*sides: Tensor) -> bool:
+    """True if a gradient has to be recorded."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in sides)
+
+
+def _autocast(sides: _Sides) -> _Sides:
+    """Tensors as ``"sdpa"`` gets them, in the type of autocast where that is enabled."""
+    device = sides[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return sides
+    query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in sides)
+    return query, key, value
+
+
+def _is_causal_call(
+    module: nn.Module, query: Tensor, mask: Tensor | None, given: bool | None
+) -> bool:
+    """True if a call means that a query sees the keys up to its own place, as for ``"sdpa"``."""
+    causal = getattr(module, "is_causal", True) if given is None else given
+    return query.shape[2] > 1 and mask is None and bool(causal)
+
+
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if torch.is_grad_enabled() or query.dim() != 4 or query.shape[2] > MOST_POSITIONS:
+    if query.dim() != 4 or not are_alike(query, key, value):
         return False
-    if not are_alike(query, key, value) or torch.is_autocast_enabled(query.device.type):
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.get_autocast_dtype(device):
         return False
     if query.device.type == "cuda":
         widths = (query.shape[3], value.shape[3])
@@ -195,19 +237,19 @@ def _in_longer_cache(query: Tensor, key: Tensor) -> bool:
         return False
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor | None, scale: float | None
-) -> Tensor | None:
-    """`cutesuper.ops.attention`; None if it has no kernels for these arguments."""
+def _attend(sides: _Sides, call: dict[str, Any]) -> Tensor | None:
+    """`cutesuper.ops.attention` with some options; None if it has no kernels for these
+    arguments."""
+    query, key, value = sides
     if order_of(query) is None:
         query = query.contiguous()
-    call: dict[str, Any] = {
-        "is_causal": keys is not None, "scale": scale, "enable_gqa": True, "key_lengths": keys
-    }  # fmt: skip
+    if _records(query, key, value):
+        key, value = (t if order_of(t) is not None else t.contiguous() for t in (key, value))
     if torch.compiler.is_compiling():
         return attention(query, key, value, **call)
-    kind = (query.shape, key.shape, key.stride(), value.stride(), query.dtype, query.device, scale,
-            keys is None)  # fmt: skip
+    given = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in call.values())
+    kind = (query.shape, key.shape, key.stride(), value.stride(), query.dtype, query.device, given,
+            *call, _records(query, key, value))  # fmt: skip
     if kind in refused:
         return None
     try:
@@ -223,7 +265,7 @@ def _attend(
 
 
 def install(model: nn.Module) -> tuple[list[Entry], list[tuple[Any, str]]]:
-    """Let a model of transformers, or those inside a model, decode with cutesuper.
+    """Let a model of transformers, or those inside a model, attend with cutesuper.
 
     Returns:
         A record of the changes, and configurations with the implementation that they named before.
@@ -246,7 +288,7 @@ def install(model: nn.Module) -> tuple[list[Entry], list[tuple[Any, str]]]:
         register()
         config._attn_implementation_internal = ATTENTION_NAME
         changed.append((config, before))
-        entries.append(Entry(where, was, "cs.ops.attention, decoding with a cache of fixed length"))
+        entries.append(Entry(where, was, "cs.ops.attention: training, prompts, decoding"))
     return entries, changed
 
 

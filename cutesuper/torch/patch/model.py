@@ -115,7 +115,8 @@ def patch(
         mlp: gated MLPs: `cutesuper.ops.swiglu` and `geglu`, and without gradients, for few
             positions, a program of the whole MLP.
         qkv: the projections of attention: without gradients, for few positions, one program.
-        attention: decoding with a cache of fixed length: `cutesuper.ops.attention`.
+        attention: `cutesuper.ops.attention`: training, prompts without a mask, and decoding with a
+            cache of fixed length.
         loss: in training, the cross entropy of logits that nothing else reads:
             `cutesuper.ops.linear_cross_entropy`.
 
@@ -172,6 +173,21 @@ def _replaced(made: Patch, kind: ModuleType, path: str, module: nn.Module) -> En
     except Failed as reason:
         return Entry(path, was, why=str(reason))
     return Entry(path, was, str(how))
+
+
+def register_attention() -> None:
+    """Make ``attn_implementation="cutesuper"`` known to transformers: `cutesuper.ops.attention`
+    for training, prompts without a mask, and decoding with a cache of fixed length, else
+    ``"sdpa"``. `patch` does this by itself.
+
+    Raises:
+        PatchError: transformers is not installed, or too old.
+    """
+    try:
+        from cutesuper.torch.patch.attention import register
+    except ImportError as error:
+        raise PatchError(f"register_attention: it takes a newer transformers: {error}") from error
+    register()
 
 
 def _attention_of(model: nn.Module) -> tuple[list[Entry], list[tuple[Any, str]]]:

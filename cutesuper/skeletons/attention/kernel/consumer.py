@@ -114,7 +114,7 @@ class Consumer:
         layout = cute.make_layout(((2, 2, 2), 1, k.key_tile // 16), stride=((1, 2, 4), 0, 8))
         weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=k.dtype), layout)
         state = self.scores.start(here.warp, here.lane)
-        if cutlass.const_expr(k.dependent and len(k.plan.vectors) > 0):
+        if cutlass.const_expr(k.dependent and len(k.plan.vectors) + len(k.plan.beside) > 0):
             wait_for_predecessor()  # they are read with ordinary loads
         rows = self.rows.prepare(here)
         return Chain(fresh, more, second, a, b, v, scores, result, weights, words, state, rows)
@@ -128,9 +128,10 @@ class Consumer:
             key_ring.wait(at)
             cores.begin()
             self.multiply_keys(chain, at.stage)
+            beside = self.scores.beside(chain.rows, keys, here)
             cores.wait(0)
             self.release(key_ring, at.stage, here.lane)
-            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here)
+            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
             self.scores.pack(chain.scores, chain.words)
             self.scores.rescale(chain.result, chain.state)
             value_ring.wait(at)
@@ -162,9 +163,10 @@ class Consumer:
             self.multiply_keys(chain, at.stage)
             if cutlass.const_expr(self.turns):
                 self.turn_of_other(group).arrive()
+            beside = self.scores.beside(chain.rows, keys, here)
             cores.wait(0)
             self.release(key_ring, at.stage, here.lane)
-            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here)
+            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
             self.scores.pack(chain.scores, chain.words)
         for _ in cutlass.range(1, steps, unroll=1):
             at = key_ring.skip(at, self.k.key_groups)
@@ -179,9 +181,10 @@ class Consumer:
             if cutlass.const_expr(self.turns):
                 self.turn_of_other(group).arrive()
             keys += self.k.key_tile * self.k.key_groups
+            beside = self.scores.beside(chain.rows, keys, here)
             cores.wait(1)
             self.release(key_ring, at.stage, here.lane)
-            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here)
+            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
             cores.wait(0)
             self.release(value_ring, before.stage, here.lane)
             self.scores.rescale(chain.result, chain.state)

@@ -174,12 +174,14 @@ class RowFacts:
 
     Attributes:
         values: fp32, of each row, in the order of the plan.
+        beside: for each load that meets the scores, the offsets of the rows in its tensor.
         limits: number of keys that each row sees.
         least: that of the first row of the tile.
         end: of the keys that have been written.
     """
 
     values: list[list[Any]]
+    beside: dict[int, list[Any]]
     limits: list[Any]
     least: Any
     end: Any

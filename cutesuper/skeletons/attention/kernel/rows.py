@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cutesuper.device.barriers import Meeting, fence_warp
 from cutesuper.device.fragments import NEUTRAL, PIECE, combine, fetched, folded, stored
@@ -238,7 +238,7 @@ class Rows:
                 self.compute(here)
             along_rows = group // self.k.key_groups
             Meeting(ROWS_BARRIER + along_rows, 128 * self.k.key_groups).meet()
-        values, limits = [], []
+        values, limits, at = [], [], []
         for r in cutlass.range_constexpr(self.per_thread):
             row = self.row(here.warp, here.lane, r)
             own = []
@@ -248,8 +248,13 @@ class Rows:
             values.append(own)
             positions, _ = self.positions(place, group, row)
             limits.append(self.limit(place, positions))
+            at.append(positions)
         begin, _ = self.positions(place, group, 0)
-        return RowFacts(values, limits, self.limit(place, begin), self.last_key(place))
+        beside = {
+            i: [self.line(view, positions, here.tensors) for positions in at]
+            for i, view in self.plan.beside.items()
+        }
+        return RowFacts(values, beside, limits, self.limit(place, begin), self.last_key(place))
 
     def last_key(self, place: Place) -> Any:
         """End of the keys that have ever been written; memory behind it may hold anything."""
@@ -331,6 +336,17 @@ class Rows:
         offset = base + ((piece // per) * ROW_BLOCK + own.row) * chunk + inside * PIECE
         pointer = cute.recast_ptr(own.rows.iterator, dtype=self.k.dtype)
         return neighbours(pointer + cute.assume(offset, divby=PIECE), PIECE)
+
+    def line(self, view: View, positions: dict[str, Any], tensors: list[cute.Tensor]) -> Any:
+        """Offset of a row's first key in a tensor that meets the scores, in elements; that of the
+        last row for padding."""
+        total = Int64(0)
+        for d in view.labels:
+            if d != self.plan.keys:
+                last = self.k.extents.of(d, tensors) - 1
+                at = Int64(cutlass.min(positions[d], last))
+                total = total + at * self.k.extents.stride(view, d, tensors)
+        return total
 
     def offset(self, view: View, positions: dict[str, Any], tensors: list[cute.Tensor]) -> Any:
         """Offset of a row in memory, in elements, without its column."""

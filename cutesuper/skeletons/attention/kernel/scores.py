@@ -20,12 +20,13 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.fragments import fragment, stored
 from cutesuper.device.math import choose
-from cutesuper.device.memory import neighbours
+from cutesuper.device.memory import neighbours, one
 from cutesuper.device.pipeline import Slot
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.attention.kernel.context import Known, Memory, RowFacts
+from cutesuper.skeletons.attention.kernel.context import Here, Known, Memory, RowFacts
 from cutesuper.skeletons.attention.kernel.keys import KeyValues
 from cutesuper.skeletons.attention.kernel.rows import Rows
+from cutesuper.skeletons.kernel.arguments import dtype_of
 
 LOG2E = log2(EULER)
 #: initial maximum; below all scores of 16-bit operands that are not -inf
@@ -42,12 +43,19 @@ def exp2(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class KeyColumns:
-    """The columns of a thread in a tile of scores: memory, the slot of the tile in the ring, and
-    the first column."""
+    """The columns of a thread in a tile of scores.
+
+    Attributes:
+        memory: of the block.
+        at: the slot of the tile in the ring.
+        first: column.
+        beside: what meets the scores, in the order of a row's columns, row after row.
+    """
 
     memory: Memory
     at: Slot
     first: Any
+    beside: dict[int, cute.Tensor]
 
 
 class Scores:
@@ -86,15 +94,35 @@ class Scores:
         column."""
         return [(4 * j + 2 * r + b, 8 * j + b) for j in range(self.blocks) for b in range(2)]
 
+    def beside(self, rows: RowFacts, keys: Any, here: Here) -> dict[int, cute.Tensor]:
+        """Read what meets the scores of a tile, before these are there; ``keys`` (Int32) is its
+        first key. Columns behind the last key, which are hidden, get numbers of the last ones."""
+        found: dict[int, cute.Tensor] = {}
+        for i, view in self.plan.beside.items():
+            source = here.tensors[view.argument].iterator
+            register = fragment(2 * self.rows * self.blocks, dtype_of(self.plan, view))
+            step = self.k.extents.stride(view, self.plan.keys, here.tensors)
+            for r in range(self.rows):
+                for block in range(self.blocks):
+                    key = keys + 2 * (here.lane % 4) + 8 * block
+                    for b in range(2):
+                        own = key + b
+                        if self.plan.ragged:
+                            own = cutlass.min(own, here.place.keys - 1)
+                        place = 2 * (self.blocks * r + block) + b
+                        register[place] = one(source + (rows.beside[i][r] + own * step))[0]
+            found[i] = register
+        return found
+
     @cute.jit
-    def weigh(self, scores, state, at, rows, keys, here):
+    def weigh(self, scores, state, at, rows, keys, here, beside):
         """Replace scores by weights; update maximum and sums.
 
         ``scores`` is an fp32 accumulator fragment of ``(64, key tile)``, ``state`` that of `start`;
-        ``keys`` (Int32) is the first key of the tile.
+        ``keys`` (Int32) is the first key of the tile, ``beside`` what meets its scores.
         """
         first = 2 * (here.lane % 4)
-        values = KeyColumns(here.memory, at, first)
+        values = KeyColumns(here.memory, at, first, beside)
         if cutlass.const_expr(self.keyed_early):
             self.key_values.wait(here.memory, at)
         if cutlass.const_expr(self.shifted and not self.plan.scores.trivial):
@@ -160,7 +188,7 @@ class Scores:
             parts = [[Float32(0.0) for _ in range(4)] for _ in range(self.rows)]
             for n, (j, keyed) in enumerate(self.columns(s.source, values)):
                 for r in cutlass.range_constexpr(self.rows):
-                    x = self.evaluate(s.source, scores[self.place(j, r)], r, keyed, rows, leaf)
+                    x = self.evaluate(s.source, scores[self.place(j, r)], r, keyed[r], rows, leaf)
                     if cutlass.const_expr(boundary is not None and self.plan.ragged):
                         column = Int32(first) + j // 2 * 8 + j % 2
                         x = choose(column < rows.limits[r], x, 0.0)
@@ -187,18 +215,23 @@ class Scores:
 
     def columns(
         self, e: ThreadExpression, values: KeyColumns
-    ) -> Iterator[tuple[int, dict[int, Any]]]:
-        """Yield a thread's columns, each with the values of its key that an expression needs.
+    ) -> Iterator[tuple[int, list[dict[int, Any]]]]:
+        """Yield a thread's columns, each with the values of its key that an expression needs, for
+        both rows.
 
         They come in pairs, for both rows. Values are read at their use: 32 values of a tile of 128
         keys kept in registers took 184 to 504 bytes of stack.
         """
         needed = [i for i in e.leaves if i in self.plan.key_values]
+        met = [i for i in e.leaves if i in self.plan.beside]
         for block in range(self.blocks):
             key, stage = values.first + 8 * block, values.at.stage
             pairs = {i: self.key_values.pair(values.memory, i, stage, key) for i in needed}
             for b in range(2):
-                yield 2 * block + b, {i: pair[b] for i, pair in pairs.items()}
+                keyed = {i: pair[b] for i, pair in pairs.items()}
+                at = [2 * (self.blocks * r + block) + b for r in range(self.rows)]
+                beside = [{i: Float32(values.beside[i][n]) for i in met} for n in at]
+                yield 2 * block + b, [keyed | own for own in beside]
 
     def apply(
         self, e: ThreadExpression, scores: Any, rows: RowFacts, values: KeyColumns, leaf: int | None
@@ -207,7 +240,7 @@ class Scores:
         for j, keyed in self.columns(e, values):
             for r in range(self.rows):
                 i = self.place(j, r)
-                scores[i] = self.evaluate(e, scores[i], r, keyed, rows, leaf)
+                scores[i] = self.evaluate(e, scores[i], r, keyed[r], rows, leaf)
 
     def evaluate(
         self,

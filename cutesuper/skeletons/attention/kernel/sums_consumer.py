@@ -12,9 +12,9 @@ from cutlass import Float32, Int32
 from cutesuper.device.barriers import Meeting, fence_warp
 from cutesuper.device.fragments import PIECE, fetched, filled, fragment, stored
 from cutesuper.device.math import choose
-from cutesuper.device.memory import neighbours, operand_layout
+from cutesuper.device.memory import neighbours, one, operand_layout
 from cutesuper.device.products import Product
-from cutesuper.ir.operators.base import CONSTANT, lookup
+from cutesuper.ir.operators.base import CONSTANT, LARGEST, lookup
 from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER
 from cutesuper.skeletons.attention.kernel.rows import byte_piece, chunk_of
 from cutesuper.skeletons.attention.kernel.scores import LOG2E, exp2
@@ -80,12 +80,14 @@ class OwnRows:
     Attributes:
         at: their positions.
         values: fp32 numbers of each.
+        beside: for each load that meets the scores, the offsets of the rows in its tensor.
         low, high: what each sees of the loop.
         inner_low, inner_high: what all rows of the warpgroup see.
     """
 
     at: list[Any]
     values: list[list[Any]]
+    beside: dict[int, list[Any]]
     low: list[Any]
     high: list[Any]
     inner_low: Any
@@ -118,12 +120,13 @@ class SumsConsumer:
             self.cores.begin()
             for n in cutlass.range_constexpr(len(self.plan.scores)):
                 self.multiply_score(r, n, at.stage)
+            beside = self.beside(rows, thread, tile * self.tile, i, span)
             self.cores.wait(len(self.plan.scores) - self.done_with(0))
-            self.compute(r, rows, thread, at.stage, 0)
+            self.compute(r, rows, thread, at.stage, beside, 0)
             # here, since without a branch the compiler moves exponentials behind the next wait
             if i > 0:
                 self.release(ring, before.stage, thread.lane)
-            self.work(r, rows, thread, at.stage, tile * self.tile)
+            self.work(r, rows, thread, at.stage, tile * self.tile, beside)
             if cutlass.const_expr(not self.plan.schedule.overlapped):
                 self.cores.wait(0)
             before = at
@@ -180,7 +183,13 @@ class SumsConsumer:
         values = [self.p.row_values(thread.place, row, thread.tensors) for row in at]
         limits = [self.p.window(thread.place, row) for row in at]
         _, low, high, _ = self.p.windows(thread.place, first, ROW_BLOCK, thread.tensors)
-        return OwnRows(at, values, [x for x, _ in limits], [x for _, x in limits], low, high)
+        beside = {
+            i: [self.p.line(view, thread.place, row, thread.tensors) for row in at]
+            for i, view in self.plan.beside.items()
+        }
+        return OwnRows(
+            at, values, beside, [x for x, _ in limits], [x for _, x in limits], low, high
+        )
 
     # ---------------------------------------------------------------------------------- products
 
@@ -212,8 +221,29 @@ class SumsConsumer:
 
     # ---------------------------------------------------------------------------------- the work
 
+    def beside(
+        self, rows: OwnRows, thread: SumsThread, first: Any, turn: Any, span: Any
+    ) -> dict[int, cute.Tensor]:
+        """Read what meets the scores of a tile, before these are there; ``first`` (Int32) is its
+        first element, ``turn`` the number of the tile in all walks. Columns behind the end of the
+        loop, which are hidden, get numbers of the last ones."""
+        found: dict[int, cute.Tensor] = {}
+        for load, view in self.plan.beside.items():
+            source = thread.tensors[view.argument].iterator
+            register = fragment(self.tile // 2, dtype_of(self.plan, view))
+            at = {} if self.plan.visits is None else {self.plan.visits: turn // span.count}
+            visit = self.p.offset(view, at, thread.tensors)
+            for i in range(self.tile // 2):
+                column = first + 2 * (thread.lane % 4) + i // 4 * 8 + i % 2
+                if self.plan.ragged:
+                    column = cutlass.min(column, thread.place.end - 1)
+                own = self.p.offset(view, {self.plan.loop: column}, thread.tensors)
+                register[i] = one(source + (rows.beside[load][i % 4 // 2] + visit + own))[0]
+            found[load] = register
+        return found
+
     @cute.jit
-    def work(self, r, rows, thread, stage, first):
+    def work(self, r, rows, thread, stage, first, beside):
         """Do what is between the products of a tile, each part as soon as its scores are there, and
         multiply the operands of the sums. ``first`` (Int32) is the tile's first element."""
         boundary = Int32(0)
@@ -222,7 +252,7 @@ class SumsConsumer:
                 boundary = Int32(1)
         for k in cutlass.range_constexpr(1, len(self.plan.phases)):
             self.cores.wait(len(self.plan.scores) - self.done_with(k))
-            self.compute(r, rows, thread, stage, k)
+            self.compute(r, rows, thread, stage, beside, k)
         if cutlass.const_expr(self.plan.ragged):
             if boundary != 0:
                 self.hide(r, rows, thread, first)
@@ -236,7 +266,10 @@ class SumsConsumer:
         """Number of scores that a phase needs."""
         return self.plan.phases[k].score + 1
 
-    def compute(self, r: Registers, rows: OwnRows, thread: SumsThread, stage: Any, k: int) -> None:
+    def compute(
+        self, r: Registers, rows: OwnRows, thread: SumsThread, stage: Any,
+        beside: dict[int, cute.Tensor], k: int,
+    ) -> None:  # fmt: skip
         """Compute a phase for all elements of a thread, pair by pair, both rows."""
         plan, phase = self.plan, self.plan.phases[k]
         before = plan.phases[k - 1] if k else None
@@ -252,6 +285,7 @@ class SumsConsumer:
                     known |= {plan.scores[n].value: r.fragments[n][i] for n in new}
                     known |= dict(zip(plan.row_vectors, rows.values[row], strict=True))
                     known |= {v: pair[b] for v, pair in zip(plan.loop_vectors, pairs, strict=True)}
+                    known |= {v: Float32(numbers[i]) for v, numbers in beside.items()}
                     self.evaluate(phase, known)
                     for v, f in phase.slots.items():
                         r.fragments[f][i] = Float32(known[v])
@@ -276,6 +310,9 @@ class SumsConsumer:
             return self.in_log2(op.inputs[0], known)
         if i in self.plan.between and op.facets.subtracts:
             a, b = (self.in_log2(j, known) for j in op.inputs)
+            if op.inputs[1] in self.plan.between:
+                # a guard of a row that sees nothing, the lowest number, stays finite
+                b = cute.arch.fmax(b, -LARGEST)
             return a - b
         if i in self.plan.between and op.facets.multiplies:
             factor = self.plan.program.ops[op.inputs[1]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.math import DeviceMath
@@ -165,6 +165,13 @@ class Places:
             if d in at:
                 total = total + at[d] * self.extents.stride(view, d, tensors)
         return total
+
+    def line(self, view: View, place: Place, row: Any, tensors: list[cute.Tensor]) -> Any:
+        """Offset of a row in a tensor that meets the scores, in elements; that of the last row for
+        padding."""
+        last = self.extents.of(self.plan.rows, tensors) - 1
+        at = {**place.batch, self.plan.rows: cutlass.min(row, last)}
+        return self.offset(view, {d: Int64(n) for d, n in at.items()}, tensors) + Int64(0)
 
     def row_values(self, place: Place, row: Any, tensors: list[cute.Tensor]) -> list[Any]:
         """The numbers of a row, in the order of the plan; some others for a row behind the end."""

@@ -13,6 +13,7 @@ from cutesuper.skeletons.attention.sums.plan import Sight, SumsPlan
 def sums_lines(plan: SumsPlan) -> list[str]:
     """The plan line by line: places of all data, roles of all warps, order of the work."""
     lines = [*_block_lines(plan), *_score_lines(plan)]
+    lines += _beside_lines(plan)
     lines += _phase_lines(plan)
     lines += [f"visible: {_sight(plan, s)}" for s in plan.sights]
     lines += [_output_line(plan, n) for n in range(len(plan.outputs))]
@@ -47,6 +48,10 @@ def _score_lines(plan: SumsPlan) -> list[str]:
         f"score{n}: {_name(plan, s.resident)} times {_name(plan, s.stream)} over {s.inner}"
         for n, s in enumerate(plan.scores)
     ]
+
+
+def _beside_lines(plan: SumsPlan) -> list[str]:
+    return [f"{_name(plan, i)}: read in registers while scores are multiplied" for i in plan.beside]
 
 
 def _phase_lines(plan: SumsPlan) -> list[str]:
@@ -103,7 +108,8 @@ def _names(plan: SumsPlan, loads: Iterable[int]) -> str:
 
 def _given_names(plan: SumsPlan) -> dict[int, str]:
     names = {s.value: f"score{n}" for n, s in enumerate(plan.scores)}
-    return names | {i: _name(plan, i) for i in (*plan.row_vectors, *plan.loop_vectors)}
+    vectors = (*plan.row_vectors, *plan.loop_vectors, *plan.beside)
+    return names | {i: _name(plan, i) for i in vectors}
 
 
 def _text(plan: SumsPlan, expression: ThreadExpression) -> str:

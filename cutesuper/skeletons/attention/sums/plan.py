@@ -110,6 +110,7 @@ class SumsPlan(Plan[SumsSchedule]):
         operands: the different operands of sums, functions of the scores.
         between: the element-wise operations between scores and operands, in order.
         row_vectors, loop_vectors: loads with one number for each row, for each element of the loop.
+        beside: loads that meet the scores, with a number for each row and element of the loop.
         sights: limits of what is visible.
         outputs: the stored tensors.
         schedule: the kernel's knobs.
@@ -127,6 +128,7 @@ class SumsPlan(Plan[SumsSchedule]):
     between: tuple[int, ...]
     row_vectors: tuple[int, ...]
     loop_vectors: tuple[int, ...]
+    beside: dict[int, View]
     sights: tuple[Sight, ...]
     outputs: tuple[Output, ...]
     schedule: SumsSchedule
@@ -252,7 +254,9 @@ class SumsPlan(Plan[SumsSchedule]):
         results = sum(self.width(s.columns) // 2 for s in self.sums)
         words = self.loop_tile * self.element_bytes // 8
         live = len(self.operands) if self.schedule.overlapped else 1
-        return results + self.fragments * self.loop_tile // 2 + live * words
+        sizes = [as_dtype(self.arguments[v.argument].dtype).itemsize for v in self.beside.values()]
+        beside = sum(sizes) * self.loop_tile // 8
+        return results + self.fragments * self.loop_tile // 2 + live * words + beside
 
     @property
     def registers(self) -> tuple[int, int] | None:

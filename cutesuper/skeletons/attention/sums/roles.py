@@ -71,10 +71,10 @@ class SumsRoles:
             for i, op in enumerate(self.ops)
             if op.kind == STORE
         )
-        rows, loops = self._vectors(scores, between, outputs, finals)
+        rows, loops, beside = self._vectors(scores, between, outputs, finals)
         plan = SumsPlan(
             self.program, self.arguments, self._dtype(scores), self.rows, self.loop, self.visits,
-            scores, sums, operands, between, rows, loops, (), outputs, schedule,
+            scores, sums, operands, between, rows, loops, beside, (), outputs, schedule,
         )  # fmt: skip
         return replace(plan, sights=self._sights(plan))
 
@@ -167,22 +167,29 @@ class SumsRoles:
         between: tuple[int, ...],
         outputs: tuple[Output, ...],
         finals: set[int],
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Loads with one number for each row, and for each element of the loop."""
+    ) -> tuple[tuple[int, ...], tuple[int, ...], dict[int, View]]:
+        """Loads with one number for each row, for each element of the loop, and for both."""
         multiplied = {i for s in scores for i in (s.resident, s.stream)}
         used = [j for i in between for j in self._floats(i) if self.ops[j].kind == LOAD]
         used += [j for o in outputs for j in o.expression.leaves if j not in finals]
-        rows, loops = dict[int, None](), dict[int, None]()
+        rows, loops, beside = dict[int, None](), dict[int, None](), dict[int, View]()
         for i in used:
             labels = set(self.ops[i].dims) - {*self._batch(), self.visits}
-            if i in multiplied or not (labels <= {self.rows} or labels <= {self.loop}):
+            if i in multiplied or not labels <= {self.rows, self.loop}:
                 raise self._refuse(
                     f"operation {i} (load [{', '.join(self.ops[i].dims)}]) is read beside the "
-                    "scores, where only vectors can be"
+                    f"scores, where only numbers along {self.rows} and {self.loop} can be"
                 )
             per_loop = self.loop in labels or self.visits in self.ops[i].dims
-            (loops if per_loop else rows)[i] = None
-        return tuple(rows), tuple(loops)
+            if per_loop and (self.rows in labels or not self._is_copied(i)):
+                beside[i] = self._view(i)
+            else:
+                (loops if per_loop else rows)[i] = None
+        return tuple(rows), tuple(loops), beside
+
+    def _is_copied(self, i: int) -> bool:
+        """True for a vector that is copied as it is: shared memory holds float32."""
+        return self.arguments[self._view(i).argument].dtype == "float32"
 
     def _floats(self, i: int) -> tuple[int, ...]:
         """Operands of an operation that are no integers."""

@@ -14,10 +14,12 @@ from cutesuper.runtime.programs import Kept
 from cutesuper.torch.ops.attention.kind import (
     Extents,
     Kind,
+    MaskKind,
     Order,
     Runner,
     batch_of,
     keys_of,
+    mask_shape,
     rows_of,
     runner_of,
 )
@@ -54,6 +56,7 @@ class Request:
     causal: bool
     scale: float | None
     eps: float
+    mask: Maybe = None
 
     @property
     def call(self) -> str:
@@ -258,7 +261,30 @@ def kind_of(r: Request, order: Order, key: Stored, value: Stored, lengths: bool)
         query_norm=r.query_norm is not None,
         key_norm=r.key_norm is not None,
         eps=r.eps if (r.query_norm is not None or r.key_norm is not None) else 0.0,
+        mask=None if r.mask is None else _mask_kind(r, r.mask),
     )
+
+
+def _mask_kind(r: Request, mask: torch.Tensor) -> MaskKind:
+    hides = mask.dtype == torch.bool
+    batch, heads, rows = (n > 1 for n in _broadcast(mask)[:3])
+    return MaskKind(as_dtype(r.query.dtype if hides else mask.dtype), hides, batch, heads, rows)
+
+
+def _broadcast(mask: torch.Tensor) -> tuple[int, ...]:
+    """Extents of a mask with four dimensions, 1 where its elements repeat."""
+    own = zip(mask.shape, mask.stride(), strict=True)
+    return (1,) * (4 - mask.dim()) + tuple(n if step else 1 for n, step in own)
+
+
+def mask_values(r: Request, kind: Kind) -> torch.Tensor:
+    """The mask of a call as kernels read it: contiguous, 1 and 0 for conditions."""
+    mask, own = r.mask, kind.mask
+    assert mask is not None and own is not None
+    given = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    for d, n in enumerate(_broadcast(mask)[:3]):
+        given = given if n > 1 else given.narrow(d, 0, 1)
+    return given.to(own.dtype.torch).contiguous().view(mask_shape(kind, own))
 
 
 def _memory(b: int, heads: tuple[int, int], rows: int, width: int, order: Order) -> tuple[int, ...]:
@@ -298,6 +324,31 @@ def check(r: Request) -> None:
                 f"{r.call}: {name} has shape {list(t.shape)}, must be [{r.query.shape[3]}] and "
                 "contiguous, one factor for each element of a head"
             )
+
+
+def check_mask(r: Request, mask: torch.Tensor) -> None:
+    """Refuse a mask that does not broadcast to the scores, or that kernels do not read.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: says what is wrong, and what to do.
+    """
+    whole = (r.query.shape[0], r.query.shape[1], r.query.shape[2], r.positions)
+    own = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    fits = all(n in (1, m) for n, m in zip(own, whole, strict=False))
+    if mask.dim() not in (2, 3, 4) or not fits or own[-1] != whole[-1]:
+        raise ShapeError(
+            f"{r.call}: attn_mask has shape {list(mask.shape)}; it must broadcast to "
+            f"{list(whole)}, with a last extent of {whole[-1]}"
+        )
+    if mask.dtype not in (torch.bool, torch.float32, r.query.dtype):
+        raise DTypeError(
+            f"{r.call}: attn_mask is {mask.dtype}; use torch.bool, {r.query.dtype} or torch.float32"
+        )
+    if mask.device != r.query.device:
+        raise DeviceError(
+            f"{r.call}: attn_mask is on {mask.device}, query on {r.query.device}; move all to one "
+            "device"
+        )
 
 
 def _check_types(r: Request) -> None:

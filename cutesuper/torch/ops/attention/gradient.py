@@ -3,15 +3,16 @@ kernels that compute the scores again (arXiv:2205.14135).
 
 Both passes are operators of ``torch.library``, so that compilers see them::
 
-    attention_kept(query, key, value, key_lengths, ..) -> (result, lse)
-    attention_backward(cotangent, query, key, value, key_lengths, result, lse, ..) -> gradients
+    attention_kept(query, key, value, key_lengths, attn_mask, ..) -> (result, lse)
+    attention_backward(cotangent, query, key, value, key_lengths, attn_mask, result, lse, ..)
+        -> gradients
 
 Kernels are those of one kind of call with its extents; CPU tensors run the reference executor.
+Calls with a mask tensor are of this kind whether or not they need gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,10 @@ from cutesuper.torch.ops.attention.calls import (
     Maybe,
     Request,
     check,
+    check_mask,
     facts,
     kind_of,
+    mask_values,
     memory_of,
     result_of,
 )
@@ -65,19 +68,17 @@ class Passes:
     forward: Runner
     backward: Runner
 
-    def keep(self, sides: Sequence[torch.Tensor], lengths: Maybe) -> list[torch.Tensor]:
+    def keep(self, r: Request) -> list[torch.Tensor]:
         """The result as the graph has it, and the logarithms."""
-        made = self.forward(self._values(self.split.forward, self._given(sides, lengths)))
+        made = self.forward(self._values(self.split.forward, self._given(r)))
         return [made[0], made[self.split.saved["lse"]]]
 
-    def gradients(
-        self, sides: Sequence[torch.Tensor], lengths: Maybe, kept: dict[str, torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def gradients(self, r: Request, kept: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory.
 
         ``kept``: the result, the logarithms and the cotangent, by name.
         """
-        values = self._given(sides, lengths) | {"lse": kept["lse"]}
+        values = self._given(r) | {"lse": kept["lse"]}
         [cotangent] = self.split.cotangents
         for name, t in (("out", kept["out"]), (cotangent, kept["cotangent"])):
             values[name] = self._in_order(t)
@@ -86,16 +87,21 @@ class Passes:
         orders = self.kind.query_order, self.kind.key_order, self.kind.value_order
         return [
             _logical(made[int(n)], side, order)
-            for n, side, order in zip(places, sides, orders, strict=True)
+            for n, side, order in zip(places, (r.query, r.key, r.value), orders, strict=True)
         ]
 
-    def _given(self, sides: Sequence[torch.Tensor], lengths: Maybe) -> dict[str, torch.Tensor]:
+    def _given(self, r: Request) -> dict[str, torch.Tensor]:
         orders = self.kind.query_order, self.kind.key_order, self.kind.value_order
+        sides = r.query, r.key, r.value
         found = {
             name: _stored(t, order).view(shape)
             for name, t, order, shape in zip(_TENSORS, sides, orders, self.memory, strict=True)
         }
-        return found | ({} if lengths is None else {"lengths": lengths})
+        if r.key_lengths is not None:
+            found["lengths"] = r.key_lengths
+        if r.mask is not None:
+            found["mask"] = mask_values(r, self.kind)
+        return found
 
     def _in_order(self, t: torch.Tensor) -> torch.Tensor:
         """The result or its cotangent as the graph has it."""
@@ -126,8 +132,8 @@ _kernels: Kept[Kind, tuple[Runner, Runner]] = Kept(KEPT_KINDS)
 
 def _passes_of(r: Request) -> Passes:
     key = (
-        *facts(r.query), *facts(r.key), *facts(r.value), *facts(r.key_lengths), r.causal, r.scale,
-        TABLE.changes,
+        *facts(r.query), *facts(r.key), *facts(r.value), *facts(r.key_lengths), *facts(r.mask),
+        r.causal, r.scale, TABLE.changes,
     )  # fmt: skip
     return _passes.made(key, lambda: _made(r))
 
@@ -173,7 +179,7 @@ def _reference(kind: Kind, graph: KernelGraph) -> Runner:
 
 _library = torch.library.Library("cutesuper", "FRAGMENT")
 _OPTIONS = "bool is_causal, float? scale"
-_SIDES = "Tensor query, Tensor key, Tensor value, Tensor? key_lengths"
+_SIDES = "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? attn_mask"
 _library.define(
     f"attention_kept({_SIDES}, {_OPTIONS}) -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -186,11 +192,14 @@ _library.define(
 
 
 def _request(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Maybe, *options: Any
-) -> Request:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Maybe, mask: Maybe,
+    *options: Any,
+) -> Request:  # fmt: skip
     causal, scale = options
-    request = Request(query, key, value, lengths, None, None, None, causal, scale, 0.0)
+    request = Request(query, key, value, lengths, None, None, None, causal, scale, 0.0, mask)
     check(request)
+    if mask is not None:
+        check_mask(request, mask)
     return request
 
 
@@ -210,19 +219,18 @@ def _keep(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     request = _request(*args)
     if _is_empty(request):
         return torch.zeros_like(result_of(request)), _sums(request).zero_()
-    query, key, value, lengths, *_ = args
     passes = _passes_of(request)
-    y, lse = passes.keep((query, key, value), lengths)
+    y, lse = passes.keep(request)
     return _logical(y, result_of(request), passes.kind.query_order), lse
 
 
 def _pull_back(cotangent: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    *sides, lengths, result, lse, causal, scale = args
-    request = _request(*sides, lengths, causal, scale)
+    *given, result, lse, causal, scale = args
+    request = _request(*given, causal, scale)
     if _is_empty(request):
-        return tuple(torch.zeros_like(t) for t in sides)
+        return tuple(torch.zeros_like(t) for t in given[:3])
     kept = {"out": result, "lse": lse, "cotangent": cotangent.to(result.dtype)}
-    return tuple(_passes_of(request).gradients(sides, lengths, kept))
+    return tuple(_passes_of(request).gradients(request, kept))
 
 
 def _fake_keep(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,11 +251,11 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 
 def _differentiate(ctx: Any, cotangent: Maybe, _: Maybe) -> tuple[Maybe, ...]:
     if cotangent is None:
-        return (None,) * 6
+        return (None,) * 7
     made = torch.ops.cutesuper.attention_backward.default(
         cotangent, *ctx.saved_tensors, ctx.causal, ctx.scale
     )
-    return (*made, None, None, None)
+    return (*made, None, None, None, None)
 
 
 def _differentiate_twice(ctx: Any, *cotangents: Maybe) -> Any:
@@ -279,8 +287,9 @@ torch.library.register_autograd(
 def attention_kept(
     sides: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     lengths: Maybe,
+    mask: Maybe,
     causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
     """The result of attention, recorded by autograd."""
-    return torch.ops.cutesuper.attention_kept.default(*sides, lengths, causal, scale)[0]
+    return torch.ops.cutesuper.attention_kept.default(*sides, lengths, mask, causal, scale)[0]

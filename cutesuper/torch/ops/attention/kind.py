@@ -36,6 +36,23 @@ class Order(Enum):
 
 
 @dataclass(frozen=True)
+class MaskKind:
+    """What of a mask tensor determines the kernels of a call.
+
+    Attributes:
+        dtype: of its elements, as kernels read them.
+        hides: whether it is 0 where a key is hidden; else it is added to the scores.
+        batch, heads, rows: whether it differs along these; along the keys it always does.
+    """
+
+    dtype: DType
+    hides: bool
+    batch: bool
+    heads: bool
+    rows: bool
+
+
+@dataclass(frozen=True)
 class Kind:
     """Everything that determines the kernels of a call, except the GPU.
 
@@ -53,6 +70,7 @@ class Kind:
         lengths: whether keys are limited for each sequence.
         pages, page_size: of the caches; 0 if keys are not in pages.
         query_norm, key_norm: whether heads are normalized, with ``eps``.
+        mask: a tensor that meets the scores, for kernels of just these extents.
     """
 
     batch: int
@@ -75,6 +93,7 @@ class Kind:
     query_norm: bool = False
     key_norm: bool = False
     eps: float = 1e-6
+    mask: MaskKind | None = None
 
     @property
     def open(self) -> bool:
@@ -100,7 +119,7 @@ class Extents:
 def graph_of(kind: Kind) -> KernelGraph:
     """The kernel graph of attention.
 
-    Inputs, those that exist: query, key, value, lengths, table, query_norm, key_norm, compact, in
+    Inputs, those that exist: query, key, value, lengths, table, query_norm, key_norm, mask, in
     their order in memory. G query heads for each of H heads are ``[B, H, G, L, D]``, keys then
     ``[B, H, 1, S, D]``. The output is stored in the query's order.
     """
@@ -129,12 +148,44 @@ def graph_of(kind: Kind) -> KernelGraph:
     if kind.key_norm:
         weight = g.new_input((kind.dim,), dtype=kind.dtype, name="key_norm")
         key = g.rms_norm(key, weight, eps=kind.eps)
-    y = g.scaled_dot_product_attention(query, key, value, kind.causal, kind.scale, lengths)
+    if kind.mask is not None:
+        y = _masked(g, kind, kind.mask, (query, key, value), lengths)
+    else:
+        y = g.scaled_dot_product_attention(query, key, value, kind.causal, kind.scale, lengths)
     if kind.query_order is Order.TOKENS:
         n = len(y.shape)
         y = g.transpose(y, (0, n - 2, *range(1, n - 2), n - 1))
     g.mark_output(y)
     return g
+
+
+def _masked(
+    g: KernelGraph,
+    kind: Kind,
+    mask: MaskKind,
+    sides: tuple[Tensor, Tensor, Tensor],
+    lengths: Tensor | None,
+) -> Tensor:
+    """Attention with a tensor that meets the scores."""
+    query, key, value = sides
+    scale = kind.dim**-0.5 if kind.scale is None else kind.scale
+    scores = g.mul(g.matmul(query, g.transpose(key)), scale)
+    beside = g.new_input(mask_shape(kind, mask), mask.dtype, "mask")
+    scores = g.hide(beside, scores) if mask.hides else g.add(scores, beside)
+    scores = g.convert(scores, kind.dtype)  # a bias may be float32
+    if lengths is not None:
+        scores = g.length_mask(scores, lengths, kind.causal)
+    elif kind.causal:
+        scores = g.causal_mask(scores)
+    return g.matmul(g.softmax(scores), value)
+
+
+def mask_shape(kind: Kind, mask: MaskKind) -> tuple[int, ...]:
+    """Extents of the mask tensor of a kind with just these extents."""
+    own = (kind.heads, kind.group) if kind.group > 1 else (kind.heads,)
+    heads = own if mask.heads else (1,) * len(own)
+    batch = kind.batch if mask.batch else 1
+    return (batch, *heads, extent(kind.rows) if mask.rows else 1, extent(kind.keys))
 
 
 def _stored(

@@ -97,7 +97,10 @@ def attention(
         key: ``[B, Hkv, S, D]``, stored like that, or the first positions ``[:, :, :t]`` of such a
             cache. Data behind them is not read.
         value: ``[B, Hkv, S, Dv]``, likewise.
-        attn_mask: None; see ``is_causal`` and ``key_lengths``.
+        attn_mask: broadcasts to ``[B, Hq, L, S]``. Of bool: True where a key is seen, and rows that
+            see none are zero; of float32 or the query's type: added to the scores. It has no
+            gradient. Its kernels are for just these extents; where ``is_causal`` or
+            ``key_lengths`` say the same, they are faster.
         dropout_p: 0.
         is_causal: row i sees keys 0..i. With ``key_lengths`` the last row sees the last key of its
             sequence, and row i those up to L - 1 - i before it, as in decoding with a cache.
@@ -118,20 +121,24 @@ def attention(
         ``[B, Hq, L, Dv]``, stored in the order of the query.
 
     Raises:
-        OperatorError: a mask or dropout; an option that is not a number.
-        GraphError: a tensor requires a gradient, and there are pages or weights of norms.
+        OperatorError: dropout; a mask with pages or weights of norms; an option that is not a
+            number.
+        GraphError: a tensor requires a gradient, and there are pages or weights of norms; the mask
+            requires one.
         ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
-    _check_options(attn_mask, dropout_p, enable_gqa)
+    _check_options(dropout_p, enable_gqa)
     tensors = (
         query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight,
     )  # fmt: skip
     numbers = (is_causal, scale, norm_eps)
     try:
         _check_call(tensors, enable_gqa)
-        if _records(tensors):
-            return attention_kept((query, key, value), key_lengths, is_causal, scale)
+        if attn_mask is not None:
+            _check_masked(tensors, attn_mask)
+        if _records(tensors) or attn_mask is not None:
+            return attention_kept((query, key, value), key_lengths, attn_mask, is_causal, scale)
         return torch.ops.cutesuper.attention.default(*tensors, *numbers)
     except (AttributeError, RuntimeError) as error:
         if not isinstance(error, CutesuperError):  # PyTorch's, about arguments of another kind
@@ -139,20 +146,30 @@ def attention(
         raise
 
 
-def _check_options(attn_mask: Any, dropout_p: Any, enable_gqa: Any) -> None:
+def _check_options(dropout_p: Any, enable_gqa: Any) -> None:
     """Refuse options of PyTorch's operator that this one has not. Raises OperatorError."""
-    if attn_mask is not None:
-        raise OperatorError(
-            "attention(attn_mask=...): it takes no mask tensor; pass is_causal=True, or "
-            "key_lengths= for sequences of different lengths, or use "
-            "torch.nn.functional.scaled_dot_product_attention"
-        )
     if not isinstance(dropout_p, int | float) or dropout_p != 0.0:
         raise OperatorError(
             f"attention(dropout_p={shown(dropout_p)}): it drops nothing; pass 0.0, as in inference"
         )
     if not isinstance(enable_gqa, int):
         raise OperatorError(f"attention(enable_gqa={shown(enable_gqa)}): must be True or False")
+
+
+def _check_masked(tensors: Sequence[Any], mask: torch.Tensor) -> None:
+    """Refuse what has no kernels together with a mask tensor."""
+    if not isinstance(mask, torch.Tensor):
+        raise DTypeError(f"attention: attn_mask is a {type(mask).__name__}, must be a torch tensor")
+    if any(t is not None for t in tensors[4:]):
+        raise OperatorError(
+            "attention(attn_mask=...): there are no kernels yet for a mask tensor with pages of "
+            "keys, or with norms of heads; gather the pages, or normalize, before"
+        )
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise GraphError(
+            "attention: attn_mask requires a gradient, and there is no backward for it; detach it, "
+            "or use torch.nn.functional.scaled_dot_product_attention"
+        )
 
 
 def _records(tensors: Sequence[Any]) -> bool:

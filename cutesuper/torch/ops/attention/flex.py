@@ -1,0 +1,241 @@
+"""Attention whose scores a function changes, like ``torch.nn.attention.flex_attention``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from cutesuper.autodiff.gradient import Split
+from cutesuper.errors import ShapeError
+from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.serial import dumps
+from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
+from cutesuper.torch.ops.attention.calls import KEPT_PLANS, Request, check, facts
+from cutesuper.torch.ops.attention.kind import KEPT_KINDS, Runner
+from cutesuper.torch.ops.attention.score_functions import (
+    SIDES,
+    Call,
+    Program,
+    ScoreMod,
+    Traced,
+    indices_of,
+    program_of,
+    traced,
+)
+
+# ------------------------------------------------------------------------------------------ masks
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a block mask hides.
+
+    Attributes:
+        causal: whether all keys behind a row's own place are hidden.
+        mask: ``[1 or B, 1 or H, L, S]`` of bool, True where a key is seen; None if nothing else is
+            hidden.
+    """
+
+    causal: bool
+    mask: torch.Tensor | None
+
+
+#: by block mask: it is what its function was when it was made
+_hidden: WeakKeyDictionary[Any, dict[tuple[Any, ...], Hidden]] = WeakKeyDictionary()
+
+
+def hidden_by(block_mask: Any, shape: tuple[int, int, int, int], device: torch.device) -> Hidden:
+    """What a block mask hides of scores ``[B, H, L, S]``. It is computed once, and compared with a
+    causal mask, of which kernels load no tile that nobody sees.
+
+    Raises:
+        ShapeError: it is one of other lengths.
+    """
+    if block_mask is None:
+        return Hidden(False, None)
+    if tuple(block_mask.seq_lengths) != shape[2:]:
+        raise ShapeError(
+            f"flex_attention: block_mask is one of {list(block_mask.seq_lengths)} queries and "
+            f"keys, and the scores are {list(shape)}; make it for these"
+        )
+    known = _hidden.setdefault(block_mask, {})
+    key = (shape, device)
+    if key not in known:
+        known[key] = _found_hidden(block_mask, shape, device)
+    return known[key]
+
+
+def _found_hidden(block_mask: Any, shape: tuple[int, ...], device: torch.device) -> Hidden:
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = block_mask.shape[:2]
+    mask = create_mask(block_mask.mask_mod, batch, heads, *shape[2:], device=str(device))
+    before = torch.ones(shape[2:], dtype=torch.bool, device=device).tril()
+    causal = not bool((mask & ~before).any())
+    whole = bool((mask | ~before).all()) if causal else bool(mask.all())
+    return Hidden(causal, None if whole else mask)
+
+
+# ------------------------------------------------------------------------------------------- calls
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The execution of both passes of one kind of call: they take inputs of the graphs."""
+
+    program: Program
+    forward: Runner
+    backward: Runner
+
+
+_traced: WeakKeyDictionary[Any, dict[Any, Traced]] = WeakKeyDictionary()
+_passes: Kept[tuple[object, ...], Passes] = Kept(KEPT_PLANS)
+_kernels: Kept[str, tuple[Runner, Runner]] = Kept(KEPT_KINDS)
+
+
+def _function(score_mod: ScoreMod, call: Call, device: torch.device) -> Traced:
+    known = _traced.setdefault(score_mod, {})
+    key = (call, device)
+    if key not in known:
+        known[key] = traced(score_mod, call, device)
+    return known[key]
+
+
+def _made(program: Program, device: torch.device) -> Passes:
+    both = program.split
+    if device.type in KERNEL_DEVICES:
+        key = dumps(both.forward) + dumps(both.backward)
+        runners = _kernels.made_on(device, key, "flex_attention", lambda: _compiled(both))
+    else:
+        runners = _reference(both.forward), _reference(both.backward)
+    return Passes(program, *runners)
+
+
+def _compiled(both: Split) -> tuple[Runner, Runner]:
+    from cutesuper.pipeline import best_kernel
+
+    return best_kernel(both.forward), best_kernel(both.backward)
+
+
+def _reference(graph: KernelGraph) -> Runner:
+    return lambda inputs: run_reference(graph, inputs)
+
+
+class _Attention(torch.autograd.Function):
+    """Both passes; the first arguments are query, key and value in the shapes of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: Passes, names: Sequence[str], *tensors: torch.Tensor) -> Any:
+        values = dict(zip(names, tensors, strict=True))
+        both = passes.program.split
+        made = passes.forward(_inputs(both.forward, values))
+        out, lse = made[0], made[both.saved["lse"]]
+        ctx.passes, ctx.names = passes, names
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: torch.Tensor, _: Any) -> Any:  # pyright: ignore
+        both = ctx.passes.program.split
+        *tensors, out, lse = ctx.saved_tensors
+        values = dict(zip(ctx.names, tensors, strict=True)) | {"out": out, "lse": lse}
+        [name] = both.cotangents
+        values[name] = cotangent.to(out.dtype).contiguous()
+        made = ctx.passes.backward(_inputs(both.backward, values))
+        found = [made[int(both.gradients[n])] for n in SIDES]
+        return (None, None, *found, *(None,) * (len(tensors) - 3))
+
+
+def _inputs(graph: KernelGraph, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [values[graph.nodes[i].name] for i in graph.inputs]
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """``softmax(score_mod(query key^T * scale, b, h, q, k)) value``, like
+    ``torch.nn.attention.flex_attention.flex_attention``, with gradients of query, key and value.
+
+    Args:
+        query: ``[B, Hq, L, D]``, of float16 or bfloat16; of float32 on the CPU only.
+        key: ``[B, Hkv, S, D]``.
+        value: ``[B, Hkv, S, Dv]``.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, the changed score. It is called with
+            all scores ``[B, Hq, L, S]`` and indices that broadcast to them, and traced at the first
+            call with these extents: numbers that it reads are those of that call. Tensors that it
+            reads are read at every call, and get no gradient.
+        block_mask: of ``create_block_mask``; keys that its ``mask_mod`` hides do not count, and
+            rows that see none are zero. It is read once. Tiles of keys are skipped where all keys
+            behind a row's place are hidden.
+        scale: of the products; None is ``1 / sqrt(D)``.
+        enable_gqa: allow Hq to be a multiple of Hkv.
+        return_lse: also return the logarithm of the sum of each row, float32 ``[B, Hq, L]``,
+            without a gradient.
+
+    Returns:
+        ``[B, Hq, L, Dv]``, and with ``return_lse`` a pair.
+
+    Raises:
+        OperatorError: a function that cannot be traced, or that no kernel computes.
+        ShapeError, DTypeError, DeviceError: an argument that does not fit.
+        SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
+    """
+    request = Request(query, key, value, None, None, None, None, False, scale, 0.0)
+    check(request)
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ShapeError(f"{request.call}: pass enable_gqa=True if groups of heads share keys")
+    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    hidden = hidden_by(block_mask, shape, query.device)
+    call = _call(request, hidden)
+    function = None if score_mod is None else _function(score_mod, call, query.device)
+    kind = (call, score_mod, *facts(query)[2:])
+    passes = _passes.made(kind, lambda: _made(program_of(call, function), query.device))
+    out, lse = _Attention.apply(passes, *_tensors(request, call, passes, function, hidden))
+    out = out.view(*query.shape[:3], value.shape[3])
+    return (out, lse.view(query.shape[:3])) if return_lse else out
+
+
+def _call(r: Request, hidden: Hidden) -> Call:
+    b, many, rows, width = r.query.shape
+    heads, group = r.key_heads, many // r.key_heads
+    masked: tuple[int, ...] = ()
+    if hidden.mask is not None:
+        own = (1, 1) if hidden.mask.shape[1] == 1 else (heads, group)
+        masked = (hidden.mask.shape[0], *own, rows, r.positions)
+    scale = width**-0.5 if r.scale is None else float(r.scale)
+    return Call(b, heads, group, rows, r.positions, width, r.value.shape[3], r.query.dtype, scale,
+                hidden.causal, masked)  # fmt: skip
+
+
+def _tensors(
+    r: Request, call: Call, passes: Passes, function: Traced | None, hidden: Hidden
+) -> tuple[Any, ...]:
+    """The names of the inputs, then the inputs, in the shapes of the graph."""
+    c = call
+    found = {
+        "query": r.query.reshape(c.batch, c.heads, c.group, c.rows, c.width),
+        "key": r.key.reshape(c.batch, c.heads, 1, c.keys, c.width),
+        "value": r.value.reshape(c.batch, c.heads, 1, c.keys, c.value_width),
+    }
+    if function is not None:
+        made = function.values(indices_of(call, r.query.device))
+        for name, source, shape, dtype in passes.program.beside:
+            found[name] = made[source].to(dtype).reshape(shape)
+    if hidden.mask is not None:
+        found["mask"] = hidden.mask.to(c.dtype).view(c.masked)
+    return tuple(found), *(t.contiguous() for t in found.values())

@@ -1,0 +1,265 @@
+"""Functions of scores, as parts of the kernel graph of attention.
+
+A function is traced once, on scores ``[B, H, L, S]`` and on indices that broadcast to them. What
+depends on a score becomes part of the kernel graph. What depends on indices only is computed by
+PyTorch, and read beside the scores: as small tensors where the kernel can put them together.
+
+before: ``score + slopes[h] * (k - q)``; after: ``scores + a * b`` with ``a[1, H, 1, 1]`` and
+``b[1, 1, L, S]``, a forward and two backward kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.autodiff.gradient import Split, split
+from cutesuper.errors import OperatorError
+from cutesuper.ir.dims import extent
+from cutesuper.ir.graph import Tensor
+from cutesuper.ir.relations import reachable
+from cutesuper.torch.compile.factored_dims import Mismatch, dims_of, leaves
+from cutesuper.torch.compile.graph_builder import (
+    FLOATS,
+    Builder,
+    Built,
+    Given,
+    Shapes,
+    Slots,
+    Unsupported,
+    Value,
+    correspondence,
+    translated,
+)
+from cutesuper.torch.compile.table import arguments_of, entry_of
+
+#: inputs of the kernel graph that have gradients
+SIDES = ("query", "key", "value")
+ScoreMod = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What of a call determines its kernel graph, beside the function.
+
+    Attributes:
+        batch, heads, group, rows, keys: extents; query heads for each of the heads of keys.
+        width, value_width: of a head.
+        dtype: of query, key and value.
+        scale: of the products.
+        causal: whether all keys behind a row's own place are hidden.
+        masked: whether a tensor says what is hidden, and along which dimensions it differs.
+    """
+
+    batch: int
+    heads: int
+    group: int
+    rows: int
+    keys: int
+    width: int
+    value_width: int
+    dtype: torch.dtype
+    scale: float
+    causal: bool
+    masked: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function of scores and indices.
+
+    Attributes:
+        graph: its operators; the first five inputs are the scores and the indices.
+        made: the nodes that PyTorch computes, read by those that depend on scores.
+        scores: the nodes that the kernel graph has, in order, without the scores themselves.
+    """
+
+    graph: fx.GraphModule
+    made: tuple[fx.Node, ...]
+    scores: tuple[fx.Node, ...]
+
+    def values(self, indices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What PyTorch computes, by name of the node."""
+        inputs, found = iter((torch.empty(0), *indices)), dict[fx.Node, Any]()
+        needed = reachable(self.made, lambda n: n.all_input_nodes)
+        for node in self.graph.graph.nodes:
+            if node.op == "placeholder":
+                found[node] = next(inputs)
+            elif node in needed and node.op == "get_attr":
+                found[node] = getattr(self.graph, str(node.target))
+            elif node in needed:
+                args, options = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+                found[node] = node.target(*args, **options)  # type: ignore[operator]
+        return {n.name: found[n] for n in self.made}
+
+
+def traced(score_mod: ScoreMod, call: Call, device: torch.device) -> Traced:
+    """Trace a function of scores and indices.
+
+    Raises:
+        OperatorError: it cannot be traced, or is no function of one score at a time.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    shape = (call.batch, call.heads * call.group, call.rows, call.keys)
+    scores = torch.zeros((1, 1, 1, 1), device=device).expand(shape)
+    try:
+        trace = make_fx(score_mod, tracing_mode="fake", _allow_non_fake_inputs=True)
+        module = trace(scores, *indices_of(call, device))
+    except Exception as error:
+        raise OperatorError(
+            f"flex_attention: score_mod cannot be traced ({type(error).__name__}: {error}); it is "
+            "called with scores [B, H, L, S] and indices that broadcast to them"
+        ) from error
+    module.graph.eliminate_dead_code()
+    first = next(iter(module.graph.nodes))
+    depends = set(reachable([first], lambda n: n.users))
+    nodes = [n for n in module.graph.nodes if n in depends and n.op == "call_function"]
+    for n in nodes:
+        if tuple(n.meta["val"].shape) != shape:
+            raise OperatorError(
+                f"flex_attention: score_mod: {n.target} makes {list(n.meta['val'].shape)} of "
+                f"scores {list(shape)}; it must be a function of one score at a time"
+            )
+    low = _lowered(nodes, depends)
+    order = [n for n in module.graph.nodes if n in low or n in nodes]
+    made = {i: None for n in order for i in n.all_input_nodes if i not in {*order, first}}
+    return Traced(module, tuple(made), tuple(order))
+
+
+def _lowered(nodes: Sequence[fx.Node], depends: set[fx.Node]) -> set[fx.Node]:
+    """The nodes without a score that are larger than what they are made of, and that kernels can
+    compute: they are put together where they are used."""
+    found, todo = set[fx.Node](), [i for n in nodes for i in n.all_input_nodes if i not in depends]
+    while todo:
+        node = todo.pop()
+        inputs = node.all_input_nodes
+        sizes = [i.meta["val"].numel() for i in inputs if isinstance(i.meta.get("val"), _TENSOR)]
+        known = node.op == "call_function" and entry_of(node) is not None and sizes
+        if known and node.meta["val"].dtype in FLOATS and node.meta["val"].numel() > sum(sizes):
+            found.add(node)
+            todo += inputs
+    return found
+
+
+_TENSOR = torch.Tensor
+
+
+def indices_of(call: Call, device: torch.device) -> list[torch.Tensor]:
+    """The indices of sequences, query heads, rows and keys, which broadcast to the scores."""
+    extents = (call.batch, call.heads * call.group, call.rows, call.keys)
+    return [
+        torch.arange(n, device=device).view([-1 if d == at else 1 for d in range(4)])
+        for at, n in enumerate(extents)
+    ]
+
+
+# ------------------------------------------------------------------------------- the kernel graph
+
+
+@dataclass(frozen=True)
+class Program:
+    """The kernel graph of a call.
+
+    Attributes:
+        split: both passes.
+        beside: the inputs besides query, key, value: name of the input, of the tensor, its shape
+            and element type.
+    """
+
+    split: Split
+    beside: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]
+
+
+def program_of(call: Call, function: Traced | None) -> Program:
+    """The kernel graph of attention with a function of its scores.
+
+    Raises:
+        OperatorError: the function has an operator that no kernel graph has.
+    """
+    try:
+        return _Building(call, function).program()
+    except (Unsupported, Mismatch) as error:
+        raise OperatorError(f"flex_attention: score_mod: {error}") from error
+
+
+class _Building:
+    def __init__(self, call: Call, function: Traced | None) -> None:
+        self.call, self.function = call, function
+        self.s = Shapes()
+        n = (call.batch, call.heads, call.group, call.rows, call.keys)
+        b, h, g, rows, keys = map(dims_of, n)
+        self.value = Value((b, (*h, *g), rows, keys))
+        for one in (b, h, g, rows, keys):
+            self.s.whole(one)
+        self.parts = b, h, g, rows, keys
+
+    @property
+    def slots(self) -> Slots:
+        """Those of the scores, when all dimensions are known."""
+        return tuple(tuple(leaves(d)) or None for d in self.parts)
+
+    def program(self) -> Program:
+        nodes = self._shaped()
+        b = Builder(self.s, frozenset())
+        g = b.g
+        query, key, value = self._sides(b)
+        scores = g.mul(g.matmul(query, g.transpose(key)), self.call.scale)
+        if self.function is not None:
+            scores = self._modified(b, nodes, scores)
+        if self.call.masked:
+            mask = g.new_input(self.call.masked, self.call.dtype, "mask")
+            scores = g.hide(mask, scores)
+        if self.call.causal:
+            scores = g.causal_mask(scores)
+        weights = g.softmax(g.convert(scores, self.call.dtype))
+        g.mark_output(g.matmul(weights, value))
+        beside = []
+        for given, i in zip(b.operands[3:], g.inputs[3:], strict=False):
+            shape = tuple(map(extent, g.nodes[i].shape))
+            beside.append((g.nodes[i].name, given.node.name, shape, given.dtype))
+        return Program(split(g, SIDES, save=["out", "lse"]), tuple(beside))
+
+    def _sides(self, b: Builder) -> list[Tensor]:
+        c = self.call
+        shapes = {
+            "query": (c.batch, c.heads, c.group, c.rows, c.width),
+            "key": (c.batch, c.heads, 1, c.keys, c.width),
+            "value": (c.batch, c.heads, 1, c.keys, c.value_width),
+        }
+        graph, found = fx.Graph(), []
+        for name, shape in shapes.items():
+            found.append(b.g.new_input(shape, c.dtype, name))
+            b.operands.append(Given(graph.placeholder(name), (), c.dtype))
+        return found
+
+    def _shaped(self) -> list[fx.Node]:
+        if self.function is None:
+            return []
+        first = next(iter(self.function.graph.graph.nodes))
+        self.s.set(first, self.value)
+        for node in self.function.made:
+            self.s.input(node)
+        for node in self.function.scores:
+            self.s.set(node, self._entry(node).shape(self.s, node, arguments_of(node)))
+        return list(self.function.scores)
+
+    def _modified(self, b: Builder, nodes: Sequence[fx.Node], scores: Tensor) -> Tensor:
+        assert self.function is not None
+        graph = self.function.graph.graph
+        first, end = next(iter(graph.nodes)), next(n for n in graph.nodes if n.op == "output")
+        b.set(first, Built(scores, self.slots))
+        for node in nodes:
+            b.set(node, self._entry(node).build(b, node, arguments_of(node)))
+        parts = correspondence(self.value, b.value(end.args[0]))
+        return b.tensor(first, end.args[0], translated(self.slots, parts), len(self.slots))
+
+    def _entry(self, node: fx.Node) -> Any:
+        entry = entry_of(node)
+        if entry is None:
+            raise Unsupported(node, f"{node.target} is not an operator of kernel graphs")
+        return entry

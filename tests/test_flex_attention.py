@@ -1,0 +1,147 @@
+"""`cs.ops.flex_attention` beside PyTorch's: its published examples, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import cutesuper as cs
+from cutesuper.errors import CutesuperError, OperatorError, ShapeError
+from cutesuper.verify.numeric import acceptable
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+DOCUMENTS = torch.arange(96) // 40
+BIAS = torch.linspace(-1, 1, 4 * 96).view(4, 96)
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def alibi(device: Any) -> Any:
+    slopes = SLOPES.to(device)
+    return lambda score, b, h, q, k: score + slopes[h] * (k - q)
+
+
+def documents(device: Any) -> Any:
+    own = DOCUMENTS.to(device)
+    return lambda b, h, q, k: (q >= k) & (own[q] == own[k])
+
+
+def relative(device: Any) -> Any:
+    bias = BIAS.to(device)
+    return lambda score, b, h, q, k: score + bias[h, (q - k).abs()]
+
+
+#: for a device: the function of the scores, and that of the mask
+EXAMPLES: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "full": lambda d: (None, None),
+    "causal": lambda d: (None, causal),
+    "window": lambda d: (None, lambda b, h, q, k: (q >= k) & (q - k <= 16)),
+    "two sides": lambda d: (None, lambda b, h, q, k: (q - k).abs() <= 16),
+    "prefix": lambda d: (None, lambda b, h, q, k: (q >= k) | (k < 20)),
+    "documents": lambda d: (None, documents(d)),
+    "ALiBi": lambda d: (alibi(d), causal),
+    "soft cap": lambda d: (lambda s, b, h, q, k: 20 * torch.tanh(s / 20), causal),
+    "relative": lambda d: (lambda s, b, h, q, k: s + (q - k) * 0.125, None),
+    "table": lambda d: (relative(d), None),
+    "heads": lambda d: (None, lambda b, h, q, k: (k <= q) | (h > 1)),
+    "causal as scores": lambda d: (lambda s, b, h, q, k: torch.where(q >= k, s, -torch.inf), None),
+}
+
+
+#: its overloads are too many for a list of arguments
+_flex: Any = flex_attention
+
+
+def judge(name: str, dtype: torch.dtype, device: str, kv_heads: int = 2) -> None:
+    """The result, the logarithms and the gradients, by the rule against float64."""
+    torch.manual_seed(0)
+    score_mod, mask_mod = EXAMPLES[name](device)
+    shapes = (2, 4, 96, 32), (2, kv_heads, 96, 32), (2, kv_heads, 96, 32)
+    sides = [torch.randn(s, device=device).to(dtype) for s in shapes]
+    dy = torch.randn(shapes[0], device=device).to(dtype)
+    block = None
+    if mask_mod is not None:
+        block = create_block_mask(mask_mod, None, 4, 96, 96, device=device)
+
+    def by_hand(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        at = [torch.arange(n, device=device) for n in (2, 4, 96, 96)]
+        at = [t.view([-1 if d == n else 1 for d in range(4)]) for n, t in enumerate(at)]
+        k, v = (t.repeat_interleave(4 // kv_heads, 1) for t in (k, v))
+        scores = q @ k.mT * 0.2
+        scores = scores if score_mod is None else score_mod(scores, *at).to(scores.dtype)
+        if mask_mod is not None:
+            scores = torch.where(mask_mod(*at), scores, -torch.inf)
+        return scores.softmax(-1).to(v.dtype) @ v, scores.float().logsumexp(-1)
+
+    def run(attend: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        own = [t.detach().to(dtype).requires_grad_() for t in sides]
+        y, lse = attend(*own)
+        return [y.detach(), lse.detach(), *torch.autograd.grad(y, own, dy.to(dtype))]
+
+    given: Any = (score_mod, block, 0.2, kv_heads < 4, True)
+    found = run(lambda *own: cs.ops.flex_attention(*own, *given), dtype)
+    exact, eager = run(by_hand, torch.float64), run(by_hand, dtype)
+    for mine, want, other in zip(found, exact, eager, strict=True):
+        report = acceptable(mine, want, other, mine.dtype)
+        assert report, report.message
+    if device == "cpu":
+        for mine, theirs in zip(found, _flex(*sides, *given), strict=False):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name: str) -> None:
+    judge(name, torch.float32, "cpu", kv_heads=4 if name in ("ALiBi", "table") else 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.parametrize("name", ["ALiBi"])
+def test_a_kernel(name: str) -> None:
+    judge(name, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [n for n in EXAMPLES if n != "ALiBi"])
+def test_kernels(name: str) -> None:
+    judge(name, torch.bfloat16, "cuda")
+
+
+def test_tensors_that_a_function_reads_are_read_at_every_call() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    bias = torch.zeros(2)
+
+    def biased(score: Any, b: Any, h: Any, q_index: Any, k_index: Any) -> Any:
+        return score * bias[h]
+
+    first = cs.ops.flex_attention(q, q, q, biased)
+    torch.testing.assert_close(first, q.mean(2, keepdim=True).expand_as(q))
+    bias += 1.0
+    torch.testing.assert_close(cs.ops.flex_attention(q, q, q, biased), cs.ops.attention(q, q, q))
+
+
+@pytest.mark.parametrize(("score_mod", "why"), [
+    (lambda s, b, h, q, k: s if s.amax() > 0 else -s, "cannot be traced"),
+    (lambda s, b, h, q, k: s - s.amax(-1, keepdim=True), "one score at a time"),
+    (lambda s, b, h, q, k: torch.special.bessel_j0(s), "is not an operator of kernel graphs"),
+])  # fmt: skip
+def test_functions_that_are_refused(score_mod: Any, why: str) -> None:
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(OperatorError, match=why):
+        cs.ops.flex_attention(q, q, q, score_mod)
+
+
+def test_other_refusals() -> None:
+    q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 1, 8, 16)
+    with pytest.raises(ShapeError, match="enable_gqa=True"):
+        cs.ops.flex_attention(q, k, k)
+    block = create_block_mask(causal, None, None, 16, 16, device="cpu")
+    with pytest.raises(CutesuperError, match="one of \\[16, 16\\] queries"):
+        cs.ops.flex_attention(q, q, q, block_mask=block)
