@@ -31,7 +31,14 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     translated,
 )
-from cutesuper.torch.compile.length_masks import Lengths, mask_of, read_lengths
+from cutesuper.torch.compile.length_masks import (
+    Lengths,
+    lengths_of,
+    mask_of,
+    mask_read,
+    read_lengths,
+)
+from cutesuper.torch.compile.pointwise import Pointwise, added
 from cutesuper.torch.compile.table import Arguments, Entry, enter, enter_all, number
 
 _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
@@ -196,7 +203,7 @@ class Attention(Entry):
     products: ClassVar[int] = 2
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        lengths = None if mask_of(a) is None else read_lengths(node, a)
+        lengths = self._limits(node, a)
         if a.get("dropout_p", 0.0) != 0.0:
             raise Unsupported(node, "drops weights")
         q, k, v = (s.of(a[n]) for n in ("query", "key", "value"))
@@ -215,8 +222,8 @@ class Attention(Entry):
             s.whole(one)
         if q.absent or any(p in leaves(v.absent) for p in leaves(v.dims[-1])):
             raise Unsupported(node, "takes queries, or columns of values, that repeat")
-        if lengths is not None:
-            unify(_parts(s.of(lengths.node)), q.dims[0])
+        if lengths is not None and lengths.node is not None:
+            _join_lengths(s, lengths.node, q.dims[0])
         y = Value((*q.dims[:-1], v.dims[-1]))
         several = str(node.target) != "aten.scaled_dot_product_attention.default"
         return (y, *(None for _ in range(8))) if several else y
@@ -240,9 +247,10 @@ class Attention(Entry):
             parts.update(zip(leaves(q.dims[-3]), leaves(t.dims[-3]), strict=False))
         query = multiplied(b, node, a["query"], (*front, rows, b.one(node, q.dims[-1])))
         inner = (keys, b.one(node, k.dims[-1]))
-        lengths = None if mask_of(a) is None else read_lengths(node, a)
+        limits = self._limits(node, a)
+        causal = a.get("is_causal", False) or (limits is not None and limits.causal)
         heads, rank = translated(front, lead[0]), 2
-        if lengths is not None and not leaves(q.dims[0]):
+        if limits is not None and limits.node is not None and not leaves(q.dims[0]):
             # one sequence; not the query's dimension, which may be computed without it
             heads, rank = (None, *heads), len(heads) + 3
         key = multiplied(b, node, a["key"], (*heads, *inner), rank)
@@ -254,18 +262,75 @@ class Attention(Entry):
             query,
             key,
             value,
-            is_causal=bool(a.get("is_causal", False)),
+            is_causal=bool(causal),
             scale=None if scale is None else number(node, scale),
-            lengths=None if lengths is None else self._lengths(b, node, lengths),
+            lengths=None if limits is None else _lengths_in(b, node, limits, q.dims[0]),
         )
         slots = (None, *front, rows, width)
         built = Built(y, slots[-len(y.shape) :])
         several = isinstance(b.shapes.values[node], tuple)
         return (built, *(None for _ in range(8))) if several else built
 
-    def _lengths(self, b: Builder, node: fx.Node, lengths: Lengths) -> Tensor:
-        own = b.one(node, _parts(b.value(lengths.node)))
-        return b.lengths(lengths.node, (own,), lengths.offset, lengths.most)
+    def _limits(self, node: fx.Node, a: Arguments) -> Lengths | None:
+        """The lengths that the mask stands for; None without one. Raises Unsupported."""
+        mask = mask_of(a)
+        return None if mask is None else read_lengths(node, mask)
+
+
+class Masked(Pointwise):
+    """A sum; that of scores and a mask made of positions takes lengths in the mask's place."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        limits = lengths_of(node)
+        if limits is None:
+            return super().shape(s, node, a)
+        scores = s.of(self._scores(node, a))
+        if limits.node is not None:
+            _join_lengths(s, limits.node, scores.dims[0])
+        for one in scores.dims[-2:]:
+            s.whole(one)
+        return scores
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        limits = lengths_of(node)
+        if limits is None:
+            return super().build(b, node, a)
+        scores = self._scores(node, a)
+        first, *rest = b.value(scores).dims
+        lengths = _lengths_in(b, node, limits, first)
+        own, rows, keys = (b.groups(leaves(d)) or (None,) for d in (first, *rest[-2:]))
+        heads = b.groups(tuple(p for d in rest[:-2] for p in leaves(d)))
+        slots = (*own, *heads, *rows, *keys)
+        x = b.tensor(node, scores, slots, rank=len(slots))
+        if lengths is not None:
+            x = b.g.length_mask(x, lengths, causal=limits.causal)
+        elif limits.causal:
+            x = b.g.causal_mask(x)
+        return Built(x, slots)
+
+    def _scores(self, node: fx.Node, a: Arguments) -> fx.Node:
+        return a["other"] if a["self"] is mask_read(node) else a["self"]
+
+
+enter_all({"aten.add.Tensor": Masked(("self", "other"), added, ("alpha",))})
+
+
+def _join_lengths(s: Shapes, lengths: fx.Node, sequences: Dims) -> None:
+    """Let a tensor of lengths have the dimension of sequences; one length is that of all."""
+    own = _parts(s.of(lengths))
+    if leaves(own):
+        unify(own, sequences)
+    elif not isinstance(extent_of(sequences), int):
+        raise Unsupported(lengths, "is one length for sequences whose number is known at the call")
+    s.whole(sequences)
+
+
+def _lengths_in(b: Builder, node: fx.Node, limits: Lengths, sequences: Dims) -> Tensor | None:
+    """The lengths of sequences as an input of the kernel graph, or None."""
+    if limits.node is None:
+        return None
+    own = b.one(node, sequences)
+    return b.lengths(limits.node, (own,), limits.offset, limits.most)
 
 
 def _parts(lengths: Value) -> Dims:
