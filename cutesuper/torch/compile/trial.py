@@ -96,7 +96,7 @@ class Sample:
     @cached_property
     def text(self) -> str:
         """A text that is equal for regions with the same computation on tensors stored alike."""
-        return "\n".join([self.module.code, *(_described(n.meta["val"]) for n in self.sources)])
+        return "\n".join([self.module.code, *(described(n.meta["val"]) for n in self.sources)])
 
     # -------------------------------------------------------------------------------- tensors
 
@@ -184,10 +184,12 @@ def alone(region: Region) -> tuple[fx.Graph, Region]:
             new[node] = graph.create_node(node.op, node.target, args, kwargs, f"n{len(new)}")
         new[node].meta = dict(node.meta)
     graph.output(tuple(new[n] for n in ends))
-    return graph, _moved(region, new)
+    return graph, moved(region, new)
 
 
-def _moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
+def moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
+    """A region in a copy of its graph, whose nodes are given by those of the graph."""
+
     def lengths(shape: tuple[Length, ...]) -> tuple[Length, ...]:
         return tuple(Size(new[n.node], n.dim) if isinstance(n, Size) else n for n in shape)
 
@@ -298,7 +300,8 @@ def _sizes(value: Any) -> list[int | None]:
     return [hint_of(value)]
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """A text that is equal for values of one type, with the same sizes and strides."""
     if not isinstance(value, torch.Tensor):
         return f"{hint_of(value)}"
     sizes = [f"{'~' * isinstance(d, torch.SymInt)}{hint_of(d)}" for d in value.shape]
