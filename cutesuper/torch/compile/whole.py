@@ -21,7 +21,6 @@ from torch import fx
 
 from cutesuper import measure
 from cutesuper.torch.compile import records
-from cutesuper.torch.compile.graph_builder import fake
 from cutesuper.torch.compile.internals import apart, hint_of
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region_operator import region as region_operator
@@ -184,7 +183,8 @@ class _Trial:
 
 
 def variant(gm: fx.GraphModule, taken: Sequence[Decision]) -> fx.GraphModule:
-    """A copy of a graph in which some regions are calls of their kernels."""
+    """A copy of a graph in which some regions are calls of their kernels, to be timed: its inputs
+    that are integers keep their values."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     results, end = graph.graph_copy(gm.graph, new, return_output_node=True)  # type: ignore[misc]
     graph.output(results).meta = dict(end.meta)
@@ -192,6 +192,12 @@ def variant(gm: fx.GraphModule, taken: Sequence[Decision]) -> fx.GraphModule:
     if calls:
         rewrite(graph, calls)
         graph.lint()
+    for node in [n for n in graph.nodes if n.target is torch.ops.aten.copy_.default]:
+        into, value = node.args[:2]
+        if into.op == "placeholder" and not into.meta["val"].is_floating_point():
+            # a position that goes on with every replay would leave the cache
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
     made = fx.GraphModule(gm, graph)
     made.meta = dict(gm.meta)
     return made
@@ -203,14 +209,19 @@ def variant(gm: fx.GraphModule, taken: Sequence[Decision]) -> fx.GraphModule:
 _SHARE = 0.4
 #: tensors begin at multiples of this many bytes
 _ALIGNED = 256
+#: numbers that are drawn at once, and stand in a pool again and again
+_DRAWN = 1 << 20
+#: their scale, that of weights at the begin of training: what a model computes stays finite
+_SCALE = 0.02
 
 
 class Memory:
     """Inputs of a whole graph in memory that is smaller than they are, if need be.
 
-    Weights of a model that fills the GPU do not fit a second time. Floating-point inputs share a
-    pool, one behind the other and from its begin again at its end. It exceeds L2, so that they are
-    read from memory all the same. Integers have memory of their own: lengths are drawn, others 0.
+    Weights of a model that fills the GPU do not fit a second time. Floating-point inputs of a type
+    share a pool, one behind the other and from its begin again at its end. It exceeds L2, so that
+    they are read from memory all the same. Integers have memory of their own: lengths are drawn,
+    others 0.
 
     Args:
         gm: the graph; its placeholders have fake tensors, numbers or symbols.
@@ -218,7 +229,7 @@ class Memory:
         clock: of the device.
 
     Raises:
-        MemoryError: the pool would not exceed L2, or not hold the largest input.
+        MemoryError: the pools would not exceed L2, or not hold the largest input.
     """
 
     def __init__(
@@ -229,53 +240,59 @@ class Memory:
             _source(o.node): (1 - o.lengths[0], o.lengths[1] - o.lengths[0])
             for d in taken for o in d.region.inputs if o.lengths
         }  # fmt: skip
-        sizes = [_bytes(n) for n in self._given]
-        self._count, size = self._sets_and_size(sum(sizes), max(sizes, default=0), clock)
-        normal = torch.randn(size // 2 // 64 + 1, device=clock.device).to(torch.bfloat16)
-        self._pool = normal.repeat(64)[: size // 2].view(torch.uint8)
+        self._device = clock.device
+        sizes = dict[torch.dtype, list[int]]()
+        for value in (n.meta["val"] for n in self._given if self._is_in_pool(n.meta["val"])):
+            sizes.setdefault(value.dtype, []).append(_bytes(value))
+        total = max(1, sum(map(sum, sizes.values())))
+        cold = max(measure.TRIAL_SETS.cold_bytes, 3 * clock.l2_bytes)
+        self._count = min(-(-cold // total), measure.TRIAL_SETS.most)
+        share = clock.free_bytes() * _SHARE / total
+        if share < 1 and share * total < 3 * clock.l2_bytes:
+            raise MemoryError(f"inputs of {total / 1e6:.0f} MB in {share * total / 1e6:.0f} MB")
+        self._pools = {d: self._pool(d, n, share) for d, n in sizes.items()}
+        self._places = dict.fromkeys(sizes, 0)
         self._generator = torch.Generator().manual_seed(0)
 
-    def _sets_and_size(self, size: int, largest: int, clock: measure.Device) -> tuple[int, int]:
-        cold = max(measure.TRIAL_SETS.cold_bytes, 3 * clock.l2_bytes)
-        count = min(max(1, -(-cold // max(1, size))), measure.TRIAL_SETS.most)
-        room = int(clock.free_bytes() * _SHARE) // _ALIGNED * _ALIGNED
-        if room < max(largest, min(3 * clock.l2_bytes, size)):
-            raise MemoryError(f"inputs of {size / 1e6:.0f} MB in {room / 1e6:.0f} MB")
-        return count, max(_ALIGNED, min(count * size, room))
+    def _is_in_pool(self, value: Any) -> bool:
+        tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return tensor and value.device == self._device
+
+    def _pool(self, dtype: torch.dtype, sizes: Sequence[int], share: float) -> torch.Tensor:
+        size = int(min(self._count, share) * sum(sizes)) // _ALIGNED * _ALIGNED
+        if size < max(sizes):
+            raise MemoryError(f"an input of {max(sizes) / 1e6:.0f} MB in {size / 1e6:.0f} MB")
+        count = size // dtype.itemsize
+        drawn = (torch.randn(min(count, _DRAWN), device=self._device) * _SCALE).to(dtype)
+        return drawn.repeat(-(-count // max(1, len(drawn))))[:count]
 
     def sets(self) -> list[list[Any]]:
-        """Sets of inputs, which follow each other in the pool."""
-        place, found = 0, list[list[Any]]()
-        for _ in range(self._count):
-            values = list[Any]()
-            for n in self._given:
-                value, place = self._value(n, place)
-                values.append(value)
-            found.append(values)
-        return found
+        """Sets of inputs, which follow each other in the pools."""
+        return [[self._value(n) for n in self._given] for _ in range(self._count)]
 
-    def _value(self, node: fx.Node, place: int) -> tuple[Any, int]:
-        """The value of an input, and the place behind it."""
+    def _value(self, node: fx.Node) -> Any:
         like = node.meta["val"]
         if not isinstance(like, torch.Tensor):
-            return hint_of(like), place
+            return hint_of(like)
         sizes, strides = _numbers(like.shape), _numbers(like.stride())
-        if not like.is_floating_point() or like.device != self._pool.device:
-            return self._integers(node, like, sizes, strides), place
-        size = _bytes(node)
-        place = place if place + size <= len(self._pool) else 0
-        flat = self._pool[place : place + size].view(like.dtype)
-        return flat.as_strided(sizes, strides), place + size
+        flat = self._part(like) if self._is_in_pool(like) else self._own(node, like)
+        return flat.as_strided(sizes, strides)
 
-    def _integers(
-        self, node: fx.Node, like: torch.Tensor, sizes: list[int], strides: list[int]
-    ) -> torch.Tensor:
-        flat = torch.zeros(_room(sizes, strides), dtype=like.dtype, device=like.device)
+    def _part(self, like: torch.Tensor) -> torch.Tensor:
+        """The next part of a pool, or its first."""
+        pool, count = self._pools[like.dtype], _bytes(like) // like.dtype.itemsize
+        place = self._places[like.dtype]
+        place = place if place + count <= len(pool) else 0
+        self._places[like.dtype] = place + count
+        return pool[place : place + count]
+
+    def _own(self, node: fx.Node, like: torch.Tensor) -> torch.Tensor:
+        size = _bytes(like) // like.dtype.itemsize
+        flat = torch.zeros(size, dtype=like.dtype, device=like.device)
         if node in self._lengths:
             low, high = self._lengths[node]
-            drawn = torch.randint(low, high + 1, flat.shape, generator=self._generator)
-            flat.copy_(drawn)
-        return flat.as_strided(sizes, strides)
+            flat.copy_(torch.randint(low, high + 1, flat.shape, generator=self._generator))
+        return flat
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -289,16 +306,9 @@ def _numbers(extents: Sequence[Any]) -> list[int]:
     return [hint_of(n) or 0 for n in extents]
 
 
-def _room(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a tensor."""
-    return 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if all(sizes) else 0
-
-
-def _bytes(node: fx.Node) -> int:
-    """Bytes of an input in the pool; 0 for one that is not there."""
-    like = node.meta["val"]
-    if not isinstance(like, torch.Tensor) or not like.is_floating_point():
-        return 0
-    t = fake(node)
-    size = _room(_numbers(t.shape), _numbers(t.stride())) * t.element_size()
+def _bytes(like: torch.Tensor) -> int:
+    """Bytes from the first to the last element of a tensor, and to where the next one begins."""
+    sizes, strides = _numbers(like.shape), _numbers(like.stride())
+    last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    size = (1 + last) * like.dtype.itemsize if all(sizes) else 0
     return -(-size // _ALIGNED) * _ALIGNED
