@@ -19,7 +19,7 @@ from cutesuper.torch.compile import trace  # noqa: E402
 from cutesuper.torch.compile.partition import Partition  # noqa: E402
 from cutesuper.torch.compile.region import Region  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of  # noqa: E402
-from cutesuper.torch.compile.trial import Sample  # noqa: E402
+from cutesuper.torch.compile.trial import Sample, lengths_in  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import compiled  # noqa: E402
 from tests.tracing import check, exported, in_parts, randn, traced  # noqa: E402
@@ -144,6 +144,14 @@ def test_one_length_of_all_sequences(
     assert len(program.kernel.graph.inputs) == 3 + has_lengths
     for position in (0, 9, S - queries):
         check(program, Decode(mask), (q, k, v, torch.full((batch,), position)))
+
+
+def test_queries_behind_a_cache_are_tried_with_keys_that_are_there() -> None:
+    mask, queries, _ = OF_ALL["several queries"]
+    [region] = regions(Decode(mask), tensors(3, 4, queries))
+    assert list(lengths_in(region).values()) == [(0, S - queries)]
+    sample = Sample(region, key_of(region.graph))
+    assert all(sample.difference(seed) is None for seed in range(3))
 
 
 @pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min])

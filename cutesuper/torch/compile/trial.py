@@ -111,9 +111,7 @@ class Sample:
         scales = _scales(self.module.graph)
         device = self.device or torch.device("cpu")
         generator = torch.Generator(device).manual_seed(seed)
-        lengths = [(o.node, *o.lengths) for o in self._alone[1].inputs if o.lengths]
-        ranges = {n: (1 - offset, most - offset) for n, offset, most in lengths}
-        ranges |= self._rows()
+        ranges = lengths_in(self._alone[1]) | self._rows()
         return [
             _drawn(n.meta["val"], scales.get(n, 1.0), generator, positive, ranges.get(n, (0, 1)))
             for n in self.sources
@@ -157,6 +155,21 @@ class Sample:
             if not report:
                 return f"result {n}: {report.message}"
         return None
+
+
+def lengths_in(region: Region) -> dict[fx.Node, tuple[int, int]]:
+    """The least and the largest value of each tensor of lengths with which every query sees a key,
+    and none sees more keys than there are."""
+    g, found = region.graph, dict[fx.Node, tuple[int, int]]()
+    for place, o in enumerate(region.inputs):
+        if o.lengths is None:
+            continue
+        readers = [n for n in g.nodes if g.inputs[place] in n.inputs]
+        causal = any(n.attributes.get("causal", n.attributes.get("is_causal")) for n in readers)
+        rows = extent(g.nodes[readers[0].inputs[0]].shape[-2]) if causal else 1
+        offset, most = o.lengths
+        found[o.node] = (rows - offset, most - (rows - 1) - offset)
+    return found
 
 
 # ------------------------------------------------------------------------------------ the subgraph

@@ -27,7 +27,7 @@ from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.selection import Decision
-from cutesuper.torch.compile.trial import described, moved
+from cutesuper.torch.compile.trial import described, lengths_in, moved
 
 #: compiles a graph: takes a graph module, returns a function of the list of its inputs
 Compile = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
@@ -236,10 +236,8 @@ class Memory:
         self, gm: fx.GraphModule, taken: Sequence[Decision], clock: measure.Device
     ) -> None:
         self._given = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        self._lengths = {
-            _source(o.node): (1 - o.lengths[0], o.lengths[1] - o.lengths[0])
-            for d in taken for o in d.region.inputs if o.lengths
-        }  # fmt: skip
+        ranges = [lengths_in(d.region).items() for d in taken]
+        self._lengths = {_source(n): among for found in ranges for n, among in found}
         self._device = clock.device
         sizes = dict[torch.dtype, list[int]]()
         for value in (n.meta["val"] for n in self._given if self._is_in_pool(n.meta["val"])):
