@@ -19,7 +19,10 @@ from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.families import FAMILIES, inputs_of, model_of, taken  # noqa: E402
 
 #: a step of each family, and prompts
-CASES = [*((name, "step") for name in FAMILIES), ("llama", "prompt"), ("mistral", "prompt")]
+CASES = [
+    *((name, "step") for name in FAMILIES),
+    *((name, "prompt") for name in ("llama", "gemma2", "mistral")),
+]
 
 
 @pytest.mark.parametrize(("name", "what"), CASES)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
+from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.factored_dims import equal
 from cutesuper.torch.compile.graph_builder import FLOATS, Unsupported, fake
 from cutesuper.torch.compile.positions import Condition, Limit, as_kind, marks_of
-from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of
+from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of, products
 from cutesuper.torch.compile.views import Filled
 
 _OTHER = "takes a mask tensor that is not made of positions here"
@@ -57,28 +59,47 @@ def mask_of(a: Arguments) -> Any:
 def mask_read(node: fx.Node) -> fx.Node | None:
     """The mask that a node reads: that of attention, or one made of positions that is added to
     scores; None if there is none."""
-    entry = entry_of(node)
-    if entry is None:
+    if node.target is torch.ops.aten.add.Tensor:
+        return added_mask(node, arguments_of(node))
+    if not _attends(node.target) or entry_of(node) is None:
         return None
-    a = arguments_of(node)
-    mask = added_mask(node, a) if str(node.target) == "aten.add.Tensor" else mask_of(a)
+    mask = mask_of(arguments_of(node))
     return mask if isinstance(mask, fx.Node) else None
 
 
+@cache
+def _attends(target: Any) -> bool:
+    return "attention" in str(target)
+
+
 def added_mask(node: fx.Node, a: Arguments) -> fx.Node | None:
-    """The operand of a sum that is a mask of the other operand, which has its shape."""
-    x, y = a["self"], a["other"]
+    """The operand of a sum that is a mask of the other operand, which has its shape and stands
+    between two products, as scores do: only the loop of attention knows positions."""
+    x, y, result = a["self"], a["other"], node.meta.get("val")
     if a["alpha"] != 1 or not all(isinstance(t, fx.Node) for t in (x, y)):
         return None
-    if fake(node).dtype not in FLOATS or fake(node).dim() < 3:
+    if not isinstance(result, torch.Tensor) or result.dtype not in FLOATS or result.dim() < 3:
         return None
     for scores, mask in ((x, y), (y, x)):
-        t = scores.meta["val"]
-        whole = isinstance(t, torch.Tensor) and t.shape == fake(node).shape
+        t = scores.meta.get("val")
+        whole = isinstance(t, torch.Tensor) and t.shape == result.shape
         found = marks_of(mask) if whole else None
         if isinstance(found, Condition) and found.kind in _FILLED:
-            return mask
+            return mask if _between_products(scores, node) else None
     return None
+
+
+def _between_products(scores: fx.Node, masked: fx.Node) -> bool:
+    """True for scores that a product makes, of which nothing but products comes after the mask."""
+
+    def before(n: fx.Node) -> list[fx.Node]:
+        return [] if products(n) or entry_of(n) is None else n.all_input_nodes
+
+    def behind(n: fx.Node) -> list[fx.Node]:
+        return [] if products(n) or entry_of(n) is None else list(n.users)
+
+    made = any(products(n) for n in reachable([scores], before))
+    return made and all(entry_of(n) is not None for n in reachable([masked], behind))
 
 
 def lengths_of(node: fx.Node) -> Lengths | None:
