@@ -194,7 +194,7 @@ class Sets:
         cold_bytes: least total size, unless 3 x L2 is more; L2 then no longer holds a set when its
             turn comes.
         least, most: bounds on the number.
-        enough: sets that must fit into the memory.
+        enough: sets that must fit into the memory; of sets that exceed L2 one is enough.
         memory_share: part of the free memory that they may take.
     """
 
@@ -206,16 +206,16 @@ class Sets:
 
     def count(self, size: int, device: Device) -> int:
         """The number of sets of ``size`` bytes. Raises MemoryError if too few fit."""
-        size = max(1, size)
-        room = int(device.free_bytes() * self.memory_share)
-        if room < self.enough * size:
-            sets = "a set" if self.enough == 1 else f"{self.enough} sets"
+        size, cold = max(1, size), max(self.cold_bytes, 3 * device.l2_bytes)
+        enough = 1 if size >= cold else self.enough
+        room = int(device.free_bytes() * self.memory_share * self.enough / enough)
+        if room < enough * size:
+            sets = "a set" if enough == 1 else f"{enough} sets"
             raise MemoryError(
                 f"{sets} of inputs and outputs of {size / 1e6:.0f} MB does not fit into the "
                 f"{room / 1e6:.0f} MB that may be used"
             )
-        cold = -(-max(self.cold_bytes, 3 * device.l2_bytes) // size)
-        return min(max(cold, self.least), self.most, room // size)
+        return min(max(-(-cold // size), self.least), self.most, room // size)
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,12 @@ def device_us(
     first = draw(0)
     size = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
     count = TRIAL_SETS.count(size, device)
-    sets = [first, *(draw(n) for n in range(1, count))]
+    return times_us(calls, [first, *(draw(n) for n in range(1, count))], device)
+
+
+def times_us(calls: Sequence[Call], sets: Sequence[list[Any]], device: Device) -> list[float]:
+    """The same with sets of inputs that are there, and are larger than L2 together."""
+    count = len(sets)
     with _alone:
         recordings = [device.record(lambda n, call=call: call(sets[n]), count) for call in calls]
         replays = {i: partial(device.time, r) for i, r in enumerate(recordings)}

@@ -35,10 +35,12 @@ from cutesuper.torch.compile import (  # noqa: E402
     ahead,
     backend,
     case,
+    internals,
     partition,
     records,
     region_operator,
     selection,
+    whole,
 )
 from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
 from cutesuper.torch.compile.likeness import Likeness  # noqa: E402
@@ -328,6 +330,7 @@ class Clock:
 def take_faster(monkeypatch: pytest.MonkeyPatch, model: Any, x: Any, clock: Clock) -> Any:
     monkeypatch.setattr(measure, "device_of", lambda device: clock)
     monkeypatch.setattr(selection, "_compiled", lambda m, inputs, options: lambda given: m(*given))
+    monkeypatch.setattr(internals, "compile_for_trial", internals.run_eagerly)
     call, reports = compiled(model, take="faster")
     with torch.no_grad():
         judge(model, call(x), x)
@@ -350,7 +353,7 @@ def test_both_sides_are_compiled_while_the_model_is(
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         y = call(x)
     judge(model, y, x)
-    assert [g.taken for g in reports] == [1] and clock.recorded == 2
+    assert [g.taken for g in reports] == [1] and clock.recorded == 4, "the region, and the whole"
 
 
 @pytest.fixture
@@ -372,10 +375,89 @@ def test_faster_is_two_percent(
 
 
 def test_a_part_that_is_faster(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
-    # the whole, then its first part, then the second and whatever that is made of
-    report = take_faster(monkeypatch, *gated, Clock([200.0, 100.0, 10.0, 100.0, 300.0, 100.0]))
+    # the whole, then its first part, then the second and whatever that is made of; the whole graph
+    times = [200.0, 100.0, 10.0, 100.0, *[300.0, 100.0] * 4]
+    monkeypatch.setattr(whole._Trial, "_times", lambda *given: [90.0, 100.0])
+    report = take_faster(monkeypatch, *gated, Clock(times))
     assert report.regions[0].verdict.taken and len(report.regions) > 1
     assert report.taken == 1
+
+
+class Two(torch.nn.Module):
+    """Regions with an operator between them that has no kernel graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GatedMLP(16, 24), GatedMLP(16, 40)
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.first(x).cumsum(0) / 4)
+
+
+#: times of the whole graph with kernels, for each choice of regions, where Inductor's takes 100
+WHOLE = {
+    "all kept": ([99.0], "99.0 us with all that are fast alone, 100.0", [True, True]),
+    "one given back": (
+        [130.0, 90.0], "130.0 us with all that are fast alone, 90.0 us with 1 of them given back",
+        [False, True]),
+    "all given back": (
+        [130.0, 101.0], "130.0 us with all that are fast alone, 100.0 us with 2 of them given back",
+        [False, False]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_makes_the_whole_slower_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    times, text, kept = WHOLE[name]
+    monkeypatch.setattr(case, "halves", lambda region: None)
+    model, x = Two().bfloat16(), torch.randn(4, 16).bfloat16()
+    # the second region saves more, and so it is given back last
+    alone = [50.0, 60.0, 50.0, 90.0]
+    clock = Clock([*alone, *(t for us in times for t in (us, 100.0))])
+    report = take_faster(monkeypatch, model, x, clock)
+    assert [r.verdict.taken for r in report.regions] == kept
+    assert f"whole graph: {text}" in str(Report(read_options(None), (report,)))
+    given_back = [r.verdict.reason for r in report.regions if not r.verdict.taken]
+    assert all("given back: the whole graph is slower with it; alone" in r for r in given_back)
+    count = clock.recorded
+    torch.compiler.reset()
+    selection._verdicts.clear()
+    again = take_faster(monkeypatch, model, x, clock)
+    assert [r.verdict.taken for r in again.regions] == kept and again.whole == report.whole
+    assert clock.recorded == count, "it is known from disk"
+
+
+def test_a_whole_graph_that_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
+    monkeypatch.setattr(case, "halves", lambda region: None)
+    monkeypatch.setattr(whole, "_SHARE", 1e-9)
+    report = take_faster(monkeypatch, *gated, Clock([50.0, 100.0]))
+    assert report.taken == 1 and report.whole is not None
+    assert "not timed (for want of memory: inputs of" in str(Report(read_options(None), (report,)))
+
+
+def test_inputs_in_less_memory_than_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = torch.fx.Graph()
+    mode = torch._subclasses.FakeTensorMode()
+    shapes = {"w": (64, 32), "x": (32, 64), "lengths": (3,), "place": ()}
+    with mode:
+        for name, shape in shapes.items():
+            dtype = torch.int64 if len(shape) < 2 else torch.bfloat16
+            graph.placeholder(name).meta["val"] = torch.empty(shape, dtype=dtype)
+    graph.output(())
+    gm = torch.fx.GraphModule({}, graph)
+    lengths = next(n for n in graph.nodes if n.name == "lengths")
+    monkeypatch.setattr(whole, "lengths_in", lambda region: {lengths: (0, 23)})
+    taken: Any = [SimpleNamespace(region=None)]
+    sets = whole.Memory(gm, taken, Clock([], free=12_000)).sets()
+    w, x, drawn, place = sets[0]
+    assert [t.shape for t in sets[0]] == [torch.Size(s) for s in shapes.values()]
+    assert w.data_ptr() == x.data_ptr() and x.isfinite().all(), "one after the other in the pool"
+    assert place == 0 and int(drawn.min()) >= 0 and int(drawn.max()) <= 23
+    assert len(sets) == measure.TRIAL_SETS.most
+    with pytest.raises(MemoryError):
+        whole.Memory(gm, taken, Clock([], free=9_000))
 
 
 @pytest.mark.parametrize(("factor", "theirs", "tried"), [(10.0, 1.0, False), (10.0, 1e6, True)])
@@ -392,11 +474,11 @@ def test_what_is_out_of_reach_is_not_compiled(
     monkeypatch.setattr(selection, "_found", found)
     monkeypatch.setattr(selection, "_compile", compiled_here.append)
     monkeypatch.setattr(case, "halves", lambda region: None)
-    clock = Clock([theirs, 2.0, theirs])
+    clock = Clock([theirs, *[2.0, theirs] * 2])
     [region] = take_faster(monkeypatch, *gated, clock).regions
     v = region.verdict
     assert bool(compiled_here) == tried == v.taken
-    assert clock.recorded == (3 if tried else 1) and v.inductor_us == pytest.approx(theirs)
+    assert clock.recorded == (5 if tried else 1) and v.inductor_us == pytest.approx(theirs)
     if not tried:
         assert v.reason == f"{v.predicted_us:.1f} us expected, Inductor's code 1.0 us"
         assert v.measured_us is None and region.seconds.trial > 0

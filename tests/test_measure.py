@@ -69,6 +69,13 @@ def test_sets_that_do_not_fit() -> None:
         device_us([lambda given: None], lambda n: [torch.zeros(100)], Scripted(free=1000))
 
 
+def test_one_set_that_exceeds_the_cache() -> None:
+    sets = Sets(cold_bytes=1000, least=2, most=50, enough=2, memory_share=0.25)
+    assert sets.count(1000, Scripted(free=2000)) == 1, "in the memory of two"
+    with pytest.raises(MemoryError, match=r"^2 sets"):
+        sets.count(999, Scripted(free=2000))
+
+
 def test_replays_take_turns() -> None:
     calls: list[str] = []
     replays = {name: lambda name=name: calls.append(name) or len(calls) for name in "abc"}

@@ -18,7 +18,7 @@ from cutesuper.torch.compile import trace  # noqa: E402
 from cutesuper.torch.compile.partition import Partition  # noqa: E402
 from cutesuper.torch.compile.region import Region  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of  # noqa: E402
-from cutesuper.torch.compile.trial import Sample  # noqa: E402
+from cutesuper.torch.compile.trial import Sample, lengths_in  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import compiled  # noqa: E402
 from tests.tracing import check, exported, in_parts, randn, traced  # noqa: E402
@@ -60,6 +60,12 @@ MASKS: dict[str, Mask] = {
         :, None, None],
     "where tensors": lambda q, p: torch.where(
         (_keys(p) >= (p + 1)[:, None])[:, None, None], q.new_full((), -torch.inf), q.new_zeros(())),
+    "limits beyond the keys": lambda q, p: (
+        (_keys(p) <= p[:, None]) & (_keys(p) > torch.arange(1) - 3) & (_keys(p) < S)
+    )[:, None, None],
+    "either hidden": lambda q, p: ~((_keys(p) > p[:, None]) | (_keys(p) < -1))[:, None, None],
+    "a count and a position": lambda q, p: (_keys(p) <= (torch.arange(1) + p[:, None]))[
+        :, None, None],
 }  # fmt: skip
 
 
@@ -105,6 +111,69 @@ def test_lengths_in_the_place_of_a_mask(
         check(program, fn, (*inputs[:3], (inputs[3] + shift) % S))
     # nothing makes a mask any more, only what makes positions of positions is left
     assert all("add" in line or "_to_copy" in line for line in program.outside)
+
+
+def _from(p: Tensor, queries: int) -> Tensor:
+    """The positions of queries behind those that are in a cache, as transformers counts them."""
+    return torch.arange(queries) + p[0]
+
+
+#: masks that are the same for all sequences, of one query or several
+OF_ALL: dict[str, tuple[Mask, int, bool]] = {
+    "one position": (lambda q, p: _keys(p) <= p[:1, None], 1, True),
+    "behind a cache": (lambda q, p: (_keys(p) + 0 <= _from(p, 1)[:, None])[None, None], 1, True),
+    "several queries": (lambda q, p: (_keys(p) <= _from(p, 5)[:, None])[None, None], 5, True),
+    "only queries": (lambda q, p: _keys(p) <= torch.arange(5)[:, None], 5, False),
+    "a window of all keys": (
+        lambda q, p: (_keys(p) <= torch.arange(5)[:, None])
+        & (_keys(p) > torch.arange(5)[:, None] - S), 5, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", OF_ALL)
+def test_one_length_of_all_sequences(
+    monkeypatch: pytest.MonkeyPatch, name: str, batch: int
+) -> None:
+    mask, queries, has_lengths = OF_ALL[name]
+    q, k, v, _ = tensors(batch, 4, queries)
+    inputs = (q, k, v, torch.tensor([3] * batch))
+    program = traced(monkeypatch, Decode(mask), inputs)
+    assert operators(program) == ["scaled_dot_product_attention"]
+    assert len(program.kernel.graph.inputs) == 3 + has_lengths
+    for position in (0, 9, S - queries):
+        check(program, Decode(mask), (q, k, v, torch.full((batch,), position)))
+
+
+def test_queries_behind_a_cache_are_tried_with_keys_that_are_there() -> None:
+    mask, queries, _ = OF_ALL["several queries"]
+    [region] = regions(Decode(mask), tensors(3, 4, queries))
+    assert list(lengths_in(region).values()) == [(0, S - queries)]
+    sample = Sample(region, key_of(region.graph))
+    assert all(sample.difference(seed) is None for seed in range(3))
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_mask_that_is_added_to_scores(
+    monkeypatch: pytest.MonkeyPatch, batch: int, queries: int, fill: float
+) -> None:
+    """Attention as models write it, with capped scores and keys that heads share."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> Tensor:
+        seen = _keys(p) <= _from(p, queries)[:, None]
+        mask = torch.where(seen, 0.0, fill)[None, None].expand(batch, 1, queries, S)
+        k, v = (t[:, :, None].expand(-1, -1, 2, -1, -1).reshape(-1, 4, S, 16) for t in (k, v))
+        scores = torch.tanh(q @ k.mT * 0.25 / 2.0) * 2.0 + mask
+        return F.softmax(scores, -1) @ v
+
+    q, k, v, _ = tensors(batch, 4, queries)
+    inputs = (q, k, v, torch.tensor([3] * batch))
+    program = traced(monkeypatch, attend, inputs)
+    assert "length_mask" in operators(program)
+    for position in (0, 9, S - queries):
+        check(program, attend, (q, k, v, torch.full((batch,), position)))
 
 
 @pytest.mark.parametrize("name", ["bool", "added", "for each head", "where tensors"])
@@ -281,7 +350,6 @@ REFUSED: dict[str, tuple[Mask, int]] = {
     "what is behind": (lambda q, p: (_keys(p) >= p[:, None])[:, None, None], 1),
     "every second key": (lambda q, p: (torch.arange(0, 2 * S, 2) <= p[:, None])[:, None, None], 1),
     "heads at positions": (lambda q, p: (_keys(p) <= p[:, None])[None, :, None], 1),
-    "one position of all": (lambda q, p: (_keys(p) <= p[:1, None])[:, None, None], 1),
     "positions that differ for heads": (
         lambda q, p: (_keys(p) <= (p[:, None] + torch.arange(4))[:, :, None])[:, :, None], 1),
     "keys in another order": (lambda q, p: (_keys(p).flip(0) <= p[:, None])[:, None, None], 1),

@@ -3,7 +3,8 @@
 How a model is compiled: Dynamo captures graphs, in which losses of linear layers are replaced
 (`heads`), and AOTAutograd turns each into a functional forward and backward graph. In these,
 regions are replaced by calls of their kernels, and Inductor compiles the rest. A model without a
-region that is taken is compiled by Inductor alone.
+region that is taken is compiled by Inductor alone; regions that make the whole graph slower are not
+taken.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, nothing_taken
 from cutesuper.torch.compile.rewrite import Call, changed, rewrite
 from cutesuper.torch.compile.selection import decide
+from cutesuper.torch.compile.whole import Compile, compare
 
 
 def cutesuper(
@@ -90,19 +92,27 @@ def _inner(
         # called from C++, an operator of Python that returns a list of one tensor crashes (2.13)
         report = nothing_taken(phase, gm.graph, "cpp_wrapper calls no operators of Python")
     else:
-        report = take_regions(gm, options, phase)
+        report = take_regions(gm, options, phase, partial(_for_trial, inputs, rest))
     if observe is not None:
         observe(report)
     return finish(gm, inputs, **rest)
 
 
-def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> GraphReport:
+def _for_trial(inputs: Sequence[Any], rest: Mapping[str, Any], gm: fx.GraphModule) -> Any:
+    """What Inductor makes of a graph, to be timed."""
+    return internals.compile_for_trial(gm, inputs, **rest)
+
+
+def take_regions(
+    gm: fx.GraphModule, options: BackendOptions, phase: Phase, compiled: Compile
+) -> GraphReport:
     """Replace those regions of a functional graph that are worth it by calls of their kernels.
 
     Args:
         gm: with fake tensors in ``meta["val"]``; changed in place.
         options: of the backend.
         phase: inference, forward or backward, for the report.
+        compiled: Inductor, to time the whole graph.
     """
     start = time.perf_counter()
     try:
@@ -112,7 +122,7 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
         why = f"no regions were looked for ({type(error).__name__}: {error})"
         _complain(why)
         return nothing_taken(phase, gm.graph, why)
-    decisions = decide(found.regions, options)
+    decisions, whole = compare(gm, decide(found.regions, options), options, compiled)
     taken = [d for d in decisions if d.verdict.taken]
     calls = [Call(d.region, region_operator, (d.key,), region_in_place) for d in taken]
     done = {copy for call in calls for copy in changed(call).values()}
@@ -125,7 +135,7 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
         rewrite(gm.graph, calls)
         gm.graph.lint()
         gm.recompile()
-    return replace(report, seconds=time.perf_counter() - start)
+    return replace(report, whole=whole, seconds=time.perf_counter() - start)
 
 
 def _complain(what: str) -> None:

@@ -410,13 +410,15 @@ class Builder:
         have = built.slots
         while len(have) < len(wanted):
             t, have = self._in_front(node, t), (None, *have)
+        if have == wanted:
+            return t
         order = _permutation(have, wanted)
         if order is None:
             raise Unsupported(node, "has operands whose dimensions do not correspond")
         return self.g.transpose(t, order)
 
     def _in_front(self, node: fx.Node, t: Tensor) -> Tensor:
-        """A value of element-wise work and reductions with an extent of 1 in front.
+        """A value of element-wise work, products and reductions with an extent of 1 in front.
 
         before: ``x * 2`` of x[8, 16]; after: of x[1, 8, 16], the same memory.
         """
@@ -434,7 +436,7 @@ class Builder:
                 return []
         elif t.node.facets.permutes:
             return [a.index for a in args]
-        elif t.node.facets.elementwise or _along_a_dimension(t):
+        elif t.node.facets.elementwise or t.node.facets.contracts or _along_a_dimension(t):
             return [a.index for a in args if len(a.shape) == len(t.shape)]
         raise Unsupported(node, "has operands whose dimensions do not correspond")
 
@@ -513,7 +515,8 @@ class Builder:
             raise Unsupported(node, "takes an index that is computed beside it")
         t = fake(source)
         slots, read = (self.groups(self.value(n).present()) for n in (source, operand))
-        if copied_order(t) != list(range(t.dim())) or set(slots) != set(read):
+        order = [d for d in copied_order(t) if not equal(t.shape[d], 1)]
+        if order != sorted(order) or set(slots) != set(read):
             raise Unsupported(node, "takes an index that is stored in another order")
         slots = slots or (None,)
         key = (source, "index", slots)

@@ -3,6 +3,7 @@
 * ``torch._inductor.compile_fx``: the only way to let Inductor compile the rest of a graph, forward
   and backward, is its ``inner_compile`` (other backends use it too; its arguments are passed on
   unchanged).
+* ``torch._guards.TracingContext``: where Inductor reports the strides of results, once a graph.
 * ``torch._functorch.config``: the cache of AOTAutograd is keyed by the graph that Dynamo found, and
   not by the backend. It would give Inductor's code to this backend and, worse, this backend's to
   Inductor, so it is off while this backend compiles. Inductor's cache is keyed by the graph that it
@@ -53,6 +54,23 @@ def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any
     from torch._inductor.compile_fx import compile_fx_inner
 
     return compile_fx_inner(gm, inputs, **rest)
+
+
+def compile_for_trial(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
+    """The same without CUDA graphs of its own, for a recording; the strides of its results are not
+    those that AOTAutograd is told of."""
+    from torch._guards import TracingContext
+    from torch._inductor.utils import BoxedBool
+
+    context = TracingContext.try_get()
+    told = None if context is None else context.output_strides
+    try:
+        if context is not None:
+            context.output_strides = None
+        return compile_inner(gm, inputs, **{**rest, "cudagraphs": BoxedBool(False)})
+    finally:
+        if context is not None:
+            context.output_strides = told
 
 
 def run_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import fx
 
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.graph_builder import INTEGERS, Unsupported
-from cutesuper.torch.compile.length_masks import unread
+from cutesuper.torch.compile.length_masks import lengths_of, unread
 from cutesuper.torch.compile.likeness import Likeness
 from cutesuper.torch.compile.region import Region, convert
 from cutesuper.torch.compile.table import entry_of, is_free, products, unknown
@@ -134,7 +134,7 @@ class _Growing:
             self.refused[node] = unknown(node)
             return
         loose = self._loose(node)
-        if self._placed(loose):
+        if self._with_scores(node) or self._placed(loose):
             return
         # operands that form no kernel graph with it may be inputs instead
         if len(loose) > 1 and self._placed([node]):
@@ -156,6 +156,31 @@ class _Growing:
                 self._keep(region)
                 return True
         return False
+
+    def _with_scores(self, node: fx.Node) -> bool:
+        """Put a mask that is added to scores beside the product that makes these, taken out of its
+        region if that is in the way; False for another node, or if it cannot be done."""
+        if node.target is not torch.ops.aten.add.Tensor or lengths_of(node) is None:
+            return False
+        near = {self._region[p] for p in _producers(node) if p in self._region}
+        if len(near) != 1 or self._joined([node], [*near]) is not None:
+            return False
+        [number] = near
+        inside = set(self.regions[number].nodes)
+        scores = reachable(
+            [p for p in _producers(node) if p in inside],
+            lambda n: () if products(n) else inside.intersection(_producers(n)),
+        )
+        for n in inside:
+            del self._region[n]
+        rest = self._joined([n for n in inside if n not in scores], [])
+        parts = [rest, self._joined([*scores, node], [])]
+        if rest is None or parts[1] is None:
+            self._region.update(dict.fromkeys(inside, number))
+            return False
+        for part in parts:
+            self._keep(part)
+        return True
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:
         """A node and those of its operands that are in no region yet, and could be."""

@@ -216,7 +216,8 @@ def _folded(node: fx.Node, a: Arguments, numbers: dict[str, float | None]) -> fl
 # ---------------------------------------------------------------------------------------- formulas
 
 
-def _add(g: KernelGraph, x: Operand, y: Operand, alpha: float = 1) -> Operand:
+def added(g: KernelGraph, x: Operand, y: Operand, alpha: float = 1) -> Operand:
+    """``x + alpha y``."""
     return g.add(x, y if alpha == 1 else g.mul(y, alpha))
 
 
@@ -494,7 +495,7 @@ def _both(name: str, entry: Entry) -> dict[str, Entry]:
 
 
 enter_all({
-    **_both("add", _binary(_add, "alpha")),
+    "aten.add.Scalar": _binary(added, "alpha"),
     **_both("sub", _binary(_sub, "alpha")),
     **_both("rsub", _binary(lambda g, x, y, alpha=1: _sub(g, y, x, alpha), "alpha")),
     **_both("mul", _binary(lambda g, x, y: g.mul(x, y))),

@@ -13,6 +13,7 @@ from cutesuper.torch.compile.case import Seconds
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import places
 from cutesuper.torch.compile.selection import Decision, Verdict
+from cutesuper.torch.compile.whole import Whole
 
 Phase = Literal["inference", "forward", "backward"]
 
@@ -63,12 +64,14 @@ class GraphReport:
         regions: in order.
         outside: nodes that are in no region.
         seconds: from the search for regions to the last decision.
+        whole: the times of the whole graph; None if no region is fast alone, or nothing is timed.
     """
 
     phase: Phase
     regions: tuple[RegionReport, ...]
     outside: tuple[OutsideReport, ...]
     seconds: float = 0.0
+    whole: Whole | None = None
 
     @property
     def taken(self) -> int:
@@ -137,7 +140,7 @@ def _graph_text(number: int, graph: GraphReport) -> str:
     head += f", decided in {graph.seconds:.1f} s"
     rows = [_HEAD]
     rows += [_row(r) for r in graph.regions]
-    lines = [head, *(aligned(rows) if graph.regions else [])]
+    lines = [head, *_whole_text(graph.whole), *(aligned(rows) if graph.regions else [])]
     lines += [f"  {r.where} {k}" for r in graph.regions if r.verdict.taken
               for k in r.verdict.kernels]  # fmt: skip
     for o in graph.outside:
@@ -145,6 +148,17 @@ def _graph_text(number: int, graph: GraphReport) -> str:
         places = ", ".join(o.where[:_PLACES])
         lines.append(f"  outside, {o.operators} x {o.reason} ({places}{more})")
     return "\n".join(lines)
+
+
+def _whole_text(whole: Whole | None) -> list[str]:
+    if whole is None:
+        return []
+    if whole.ours_us is None:
+        return [f"  whole graph: not timed ({whole.reason})"]
+    times = f"  whole graph: {whole.ours_us:.1f} us with all that are fast alone"
+    if whole.given_back:
+        times += f", {whole.kept_us:.1f} us with {whole.given_back} of them given back"
+    return [f"{times}, {whole.inductor_us:.1f} us of Inductor's code"]
 
 
 _HEAD = (

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from math import prod
 from typing import Any
 
 import torch
@@ -131,6 +132,8 @@ def _operand(
         node = graph.call_function(
             _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
         )
+    if o.lengths is not None and prod(shape) == 1 and o.shape != (1,):
+        return _of_all(graph, node, list(o.shape))
     if not all(type(n) is int for n in shape) or list(o.shape) != shape:
         # a traced program may get other strides than it was traced with; a graph of Inductor is
         # compiled for its strides
@@ -139,6 +142,14 @@ def _operand(
     if o.part is not None:
         node = graph.call_function(_aten.slice.Tensor, (node, 0, *o.part))
     return node
+
+
+def _of_all(graph: fx.Graph, node: fx.Node, shape: list[int]) -> fx.Node:
+    """One length as that of each sequence."""
+    node = graph.call_function(_aten.view.default, (node, [1]))
+    node = graph.call_function(_aten.expand.default, (node, shape))
+    kept = {"memory_format": torch.contiguous_format}
+    return graph.call_function(_aten.clone.default, (node,), kept)
 
 
 def _lengths_of(

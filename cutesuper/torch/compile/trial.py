@@ -98,7 +98,7 @@ class Sample:
     @cached_property
     def text(self) -> str:
         """A text that is equal for regions with the same computation on tensors stored alike."""
-        return "\n".join([self.module.code, *(_described(n.meta["val"]) for n in self.sources)])
+        return "\n".join([self.module.code, *(described(n.meta["val"]) for n in self.sources)])
 
     # -------------------------------------------------------------------------------- tensors
 
@@ -113,9 +113,7 @@ class Sample:
         scales = _scales(self.module.graph)
         device = self.device or torch.device("cpu")
         generator = torch.Generator(device).manual_seed(seed)
-        lengths = [(o.node, *o.lengths) for o in self._alone[1].inputs if o.lengths]
-        ranges = {n: (1 - offset, most - offset) for n, offset, most in lengths}
-        ranges |= self._rows()
+        ranges = lengths_in(self._alone[1]) | self._rows()
         drawn = [
             _drawn(n.meta["val"], scales.get(n, 1.0), generator, positive, ranges.get(n, (0, 1)))
             for n in self.sources
@@ -163,6 +161,21 @@ class Sample:
         return None
 
 
+def lengths_in(region: Region) -> dict[fx.Node, tuple[int, int]]:
+    """The least and the largest value of each tensor of lengths with which every query sees a key,
+    and none sees more keys than there are."""
+    g, found = region.graph, dict[fx.Node, tuple[int, int]]()
+    for place, o in enumerate(region.inputs):
+        if o.lengths is None:
+            continue
+        readers = [n for n in g.nodes if g.inputs[place] in n.inputs]
+        causal = any(n.attributes.get("causal", n.attributes.get("is_causal")) for n in readers)
+        rows = extent(g.nodes[readers[0].inputs[0]].shape[-2]) if causal else 1
+        offset, most = o.lengths
+        found[o.node] = (rows - offset, most - (rows - 1) - offset)
+    return found
+
+
 # ------------------------------------------------------------------------------------ the subgraph
 
 
@@ -188,10 +201,12 @@ def alone(region: Region) -> tuple[fx.Graph, Region]:
             new[node] = graph.create_node(node.op, node.target, args, kwargs, f"n{len(new)}")
         new[node].meta = dict(node.meta)
     graph.output(tuple(new[n] for n in ends))
-    return graph, _moved(region, new)
+    return graph, moved(region, new)
 
 
-def _moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
+def moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
+    """A region in a copy of its graph, whose nodes are given by those of the graph."""
+
     def lengths(shape: tuple[Length, ...]) -> tuple[Length, ...]:
         return tuple(Size(new[n.node], n.dim) if isinstance(n, Size) else n for n in shape)
 
@@ -304,7 +319,8 @@ def _sizes(value: Any) -> list[int | None]:
     return [hint_of(value)]
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """A text that is equal for values of one type, with the same sizes and strides."""
     if not isinstance(value, torch.Tensor):
         return f"{hint_of(value)}"
     sizes = [f"{'~' * isinstance(d, torch.SymInt)}{hint_of(d)}" for d in value.shape]

@@ -1,0 +1,293 @@
+"""Conditions on positions, as masks are made of them.
+
+`marks_of` reads the nodes that compute integers, conditions and masks, without running them:
+
+* integers are ``node + offset``, plus the place along one dimension (``torch.arange``);
+* a condition on keys j is a conjunction of limits ``j < bound`` and ``j >= bound``; the bound may
+  count queries, ``node + offset + i``. Limits that hide no key are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.torch.compile.factored_dims import equal
+from cutesuper.torch.compile.graph_builder import FLOATS, fake
+from cutesuper.torch.compile.pointwise import Where
+from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of
+from cutesuper.torch.compile.views import Expand, Filled, Same, Slice, View
+
+#: types of positions and lengths; adding 1 to narrower ones would overflow
+_COUNTS = (torch.int32, torch.int64)
+_ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step",
+            "prims.iota.default")  # fmt: skip
+_SUMS = {"aten.add.Tensor": 1, "aten.add.Scalar": 1, "aten.sub.Tensor": -1, "aten.sub.Scalar": -1}
+_NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
+_NEGATED = {"visible": "hidden", "hidden": "visible"}
+#: conjunctions, of conditions that hold where keys are visible or where they are hidden
+_JOINED = {
+    **dict.fromkeys(
+        ("aten.bitwise_and.Tensor", "aten.__and__.Tensor", "aten.logical_and.default"), "visible"),
+    **dict.fromkeys(
+        ("aten.bitwise_or.Tensor", "aten.__or__.Tensor", "aten.logical_or.default"), "hidden"),
+}  # fmt: skip
+#: comparisons ``j ? bound``: whether the limit is an upper one, and the offset added to the bound
+_COMPARED = {"lt": (True, 0), "le": (True, 1), "ge": (False, 0), "gt": (False, 1)}
+_TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Integers ``node + offset``, plus the place along the dimension named "count".
+
+    Attributes:
+        axes: for each dimension "count", "sequence" for that of the node, or "" for elements that
+            are all the same.
+        node: int32 or int64, with at most one extent other than 1; None for 0.
+        offset: a number.
+        begun: whether a place was added to the node, be it the only one: then the node is the
+            number of positions before the first, and not below 0.
+    """
+
+    axes: tuple[str, ...]
+    node: fx.Node | None
+    offset: int
+    begun: bool = False
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of the keys, ``j < bound`` or ``j >= bound``.
+
+    Attributes:
+        upper: which of these.
+        node, offset: of the bound ``node + offset``.
+        counts: whether the number of the query is added to the bound.
+        begun: see `Integers`.
+        known: the bound of the first query if it is a number.
+    """
+
+    upper: bool
+    node: fx.Node | None
+    offset: int
+    counts: bool
+    begun: bool
+    known: int | None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition on keys, or a mask made of it.
+
+    Attributes:
+        kind: "visible" and "hidden", true where a key is; "added", 0 where it is visible and -inf
+            elsewhere; "lowest", the same with the lowest number of the type in place of -inf.
+        axes: for each dimension "key", "query", "sequence", or "".
+        limits: a key is visible where all of them hold.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    limits: tuple[Limit, ...] = ()
+
+
+Marks = Integers | Condition
+
+
+def marks_of(node: Any) -> Marks | None:
+    """What the elements of a tensor say of positions; None if nothing is known."""
+    if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return None
+    found = _computed(node) if node.op == "call_function" else None
+    return found or _given(node)
+
+
+def _computed(node: fx.Node) -> Marks | None:
+    a, entry, name = arguments_of(node), entry_of(node), str(node.target)
+    if name in _ARANGES:
+        return _arange(node, a)
+    if name in _SUMS and fake(node).dtype in _COUNTS:
+        return _sum(a, _SUMS[name])
+    if name in _NOT:
+        x = marks_of(a["self"])
+        negated = isinstance(x, Condition) and x.kind in _NEGATED
+        return replace(x, kind=_NEGATED[x.kind]) if negated else None
+    if name in _JOINED:
+        return _joined(_JOINED[name], marks_of(a["self"]), marks_of(a["other"]))
+    if name[5:7] in _COMPARED and name[7:] in (".Tensor", ".Scalar"):
+        return _compared(name[5:7], a["self"], a["other"])
+    if isinstance(entry, Where):
+        return _chosen(node, *entry.operands(a))
+    if isinstance(entry, Filled) and fake(node).dtype is torch.bool:
+        return Condition("visible" if _number(node) else "hidden", ("",) * fake(node).dim())
+    if isinstance(entry, View | Expand | Same | Slice):
+        return _viewed(node, next(iter(a.values())), entry)
+    return None
+
+
+def _given(node: fx.Node) -> Integers | None:
+    """Integers that are as they are, in at most one dimension."""
+    t = fake(node)
+    axes = tuple("" if equal(n, 1) else "sequence" for n in t.shape)
+    if t.dtype not in _COUNTS or axes.count("sequence") > 1:
+        return None
+    return Integers(axes, _whole(node), 0)
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The node that a node is a view of, with all elements in the same order."""
+    while isinstance(entry_of(node), View | Slice):
+        under = node.all_input_nodes[0]
+        if not equal(fake(under).numel(), fake(node).numel()):
+            break
+        node = under
+    return node
+
+
+def _arange(node: fx.Node, a: Arguments) -> Integers | None:
+    start, t = a.get("start", 0), fake(node)
+    if type(start) is not int or a.get("step", 1) != 1 or t.dtype not in _COUNTS:
+        return None
+    if type(t.shape[0]) is not int:
+        return None
+    return Integers(("" if t.shape[0] == 1 else "count",), None, start, True)
+
+
+def _sum(a: Arguments, sign: int) -> Integers | None:
+    """A sum of a node, a place and numbers, each at most once."""
+    x, y = _integers(a["self"]), _integers(a["other"])
+    if x is None or y is None or a.get("alpha", 1) != 1:
+        return None
+    if sign < 0 and (y.node is not None or "count" in y.axes):
+        return None
+    axes = _merged(x.axes, y.axes)
+    if axes is None or axes.count("count") > 1 or (x.node is not None and y.node is not None):
+        return None
+    node = y.node if x.node is None else x.node
+    return Integers(axes, node, x.offset + sign * y.offset, x.begun or y.begun)
+
+
+def _integers(value: Any) -> Integers | None:
+    if type(value) is int:
+        return Integers((), None, value)
+    found = marks_of(value)
+    return found if isinstance(found, Integers) else None
+
+
+def _merged(x: tuple[str, ...], y: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The axes of an element-wise result; None if two things vary along one dimension."""
+    rank = max(len(x), len(y))
+    pairs = zip(_padded(x, rank), _padded(y, rank), strict=True)
+    names = [{a, b} - {""} for a, b in pairs]
+    if any(len(n) > 1 for n in names):
+        return None
+    return tuple("".join(n) for n in names)
+
+
+def _padded(axes: tuple[str, ...], rank: int) -> tuple[str, ...]:
+    return ("",) * (rank - len(axes)) + axes
+
+
+def as_kind(x: Marks | None, kind: str) -> Condition | None:
+    """A condition that is true where keys are visible, or where they are hidden; None if it is
+    neither. One on several limits is only one of these."""
+    if not isinstance(x, Condition) or x.kind not in _NEGATED:
+        return None
+    if x.kind == kind:
+        return x
+    if len(x.limits) != 1:
+        return None
+    return replace(x, kind=kind, limits=(replace(x.limits[0], upper=not x.limits[0].upper),))
+
+
+def _joined(kind: str, x: Marks | None, y: Marks | None) -> Condition | None:
+    x, y = as_kind(x, kind), as_kind(y, kind)
+    axes = None if x is None or y is None else _merged(x.axes, y.axes)
+    if x is None or y is None or axes is None:
+        return None
+    return Condition(kind, axes, (*x.limits, *y.limits))
+
+
+def _compared(how: str, left: Any, right: Any) -> Condition | None:
+    """The marks of a comparison; keys are counted along the later dimension."""
+    x, y = _integers(left), _integers(right)
+    if x is None or y is None:
+        return None
+    if _last_count(x) < _last_count(y):
+        x, y, right, how = y, x, left, _TURNED[how]
+    if x.node is not None or "count" not in x.axes:
+        return None
+    keys = tuple("key" if name == "count" else name for name in x.axes)
+    axes = _merged(keys, tuple("query" if name == "count" else name for name in y.axes))
+    if axes is None:
+        return None
+    return Condition("visible", axes, (_limit(how, x, y, right),))
+
+
+def _last_count(x: Integers) -> int:
+    """The dimension that counts, from the last one, which is -1."""
+    return next((d for d in range(-1, -1 - len(x.axes), -1) if x.axes[d] == "count"), -99)
+
+
+def _limit(how: str, keys: Integers, bound: Integers, right: Any) -> Limit:
+    """The limit that a comparison of keys with a bound holds for: ``j + c <= n`` is ``j < n - c +
+    1``. A bound that is a number has the node that computes it."""
+    upper, more = _COMPARED[how]
+    more -= keys.offset
+    counts = "count" in bound.axes
+    known = bound.offset + more if bound.node is None else None
+    node, offset = bound.node, bound.offset + more
+    if node is None and not counts and isinstance(right, fx.Node):
+        node, offset = _whole(right), more
+    return Limit(upper, node, offset, counts, bound.begun, known)
+
+
+def _chosen(node: fx.Node, condition: Any, yes: Any, no: Any) -> Condition | None:
+    dtype = fake(node).dtype
+    if dtype not in FLOATS:
+        return None
+    fills = {-torch.inf: "added", torch.finfo(dtype).min: "lowest"}
+    numbers = _number(yes), _number(no)
+    kind = "visible" if numbers[0] == 0.0 else "hidden"
+    filled = fills.get(numbers[1] if kind == "visible" else numbers[0])
+    x = as_kind(marks_of(condition), kind)
+    if x is None or filled is None or 0.0 not in numbers:
+        return None
+    return replace(x, kind=filled, axes=_padded(x.axes, fake(node).dim()))
+
+
+def _viewed(node: fx.Node, operand: Any, entry: Any) -> Marks | None:
+    x = marks_of(operand)
+    before, after = fake(operand), fake(node)
+    if x is None or (isinstance(x, Integers) and x.node is not None and not x.begun):
+        return None  # integers as they are: the view is the node itself
+    if isinstance(entry, Expand):
+        return replace(x, axes=_padded(x.axes, after.dim()))
+    if isinstance(entry, Same):
+        kept = _COUNTS if isinstance(x, Integers) else FLOATS if x.kind == "added" else ()
+        same = after.dtype == before.dtype
+        return x if same or after.dtype in kept else None
+    # a slice of everything, as in `x[:, None]` with symbolic extents, is a view
+    rest = [(name, n) for name, n in zip(x.axes, before.shape, strict=True) if not equal(n, 1)]
+    axes: list[str] = []
+    for n in after.shape:
+        name, extent = ("", 1) if equal(n, 1) or not rest else rest.pop(0)
+        if not equal(n, extent):
+            return None
+        axes.append(name)
+    return None if rest else replace(x, axes=tuple(axes))
+
+
+def _number(value: Any) -> Any:
+    """A number, or the one that a tensor is filled with."""
+    if not isinstance(value, fx.Node):
+        return value if isinstance(value, int | float) else None
+    entry, a = entry_of(value), arguments_of(value) if value.op == "call_function" else {}
+    if isinstance(entry, Filled):
+        given = entry.filled(value, a)
+        return given if isinstance(given, int | float) else None
+    return _number(a["self"]) if isinstance(entry, View | Expand) else None

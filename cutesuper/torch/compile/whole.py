@@ -1,0 +1,312 @@
+"""The graph with its regions against Inductor's graph.
+
+A region is taken when it is faster than Inductor's code for the same nodes. In its surroundings it
+may lose: its neighbours can no longer be fused with its nodes, values are stored between them, and
+layouts may change. So the graph with its regions is timed against the graph without, both compiled
+by Inductor, and while it is slower the half of the kinds of regions that saves least is given back.
+
+before: regions that are taken; after: those that are kept, and the times of both graphs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper import measure
+from cutesuper.torch.compile import records
+from cutesuper.torch.compile.internals import apart, hint_of
+from cutesuper.torch.compile.options import BackendOptions
+from cutesuper.torch.compile.region_operator import region as region_operator
+from cutesuper.torch.compile.region_operator import region_in_place
+from cutesuper.torch.compile.rewrite import Call, rewrite
+from cutesuper.torch.compile.selection import Decision
+from cutesuper.torch.compile.trial import described, lengths_in, moved
+
+#: compiles a graph: takes a graph module, returns a function of the list of its inputs
+Compile = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
+
+#: one trial at a time
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The times of a whole graph.
+
+    Attributes:
+        ours_us: microseconds with all the regions that are fast alone; None if it was not timed.
+        kept_us: the same with those that are kept.
+        inductor_us: the same without any.
+        given_back: number of regions that are fast alone, and are not kept.
+        reason: why nothing was timed, or "".
+    """
+
+    ours_us: float | None = None
+    kept_us: float | None = None
+    inductor_us: float | None = None
+    given_back: int = 0
+    reason: str = ""
+
+
+def compare(
+    gm: fx.GraphModule, decisions: Sequence[Decision], options: BackendOptions, compiled: Compile
+) -> tuple[list[Decision], Whole | None]:
+    """Give back regions until the whole graph is no slower than Inductor's.
+
+    Args:
+        gm: the graph, functional, with fake tensors in ``meta["val"]``; stays as it is.
+        decisions: about its regions.
+        options: of the backend.
+        compiled: Inductor.
+
+    Returns:
+        The decisions, those about regions that are given back changed, and the times; None if
+        there is nothing to time.
+    """
+    taken = [d for d in decisions if d.verdict.taken]
+    device = _device(gm)
+    if not taken or options.take != "faster" or device is None:
+        return list(decisions), None
+    question = _question(gm, taken, options, device)
+    try:
+        found = _known(question, len(taken))
+        if found is None:
+            with _lock:
+                found = _Trial(gm, taken, device, compiled).run()
+            records.write(question, {"whole": asdict(found[0]), "kept": found[1]})
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return list(decisions), Whole(reason=f"for want of memory: {str(error).splitlines()[0]}")
+    except Exception as error:  # whatever the error, the regions are faster alone
+        return list(decisions), Whole(reason=f"{type(error).__name__}: {error}")
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+    whole, kept = found
+    keeps = {id(d) for d, keep in zip(taken, kept, strict=True) if keep}
+    gone = [d.verdict.taken and id(d) not in keeps for d in decisions]
+    return [_given_back(d) if g else d for d, g in zip(decisions, gone, strict=True)], whole
+
+
+def _device(gm: fx.GraphModule) -> torch.device | None:
+    """The device of the graph's tensors that has a clock; None if there is none, or several."""
+    values = [n.meta.get("val") for n in gm.graph.nodes]
+    devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.dim()}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def _given_back(decision: Decision) -> Decision:
+    reason = f"given back: the whole graph is slower with it; alone {decision.verdict.reason}"
+    return replace(decision, verdict=replace(decision.verdict, taken=False, reason=reason))
+
+
+# ------------------------------------------------------------------------------------------ records
+
+
+def _question(
+    gm: fx.GraphModule, taken: Sequence[Decision], options: BackendOptions, device: torch.device
+) -> tuple[object, ...]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    given = [described(n.meta["val"]) for n in gm.graph.nodes if n.op == "placeholder"]
+    regions = [(d.key, d.verdict.kernels, [n.name for n in d.region.nodes]) for d in taken]
+    return "whole", gm.code, given, regions, str(sorted(options.inductor.items())), name
+
+
+def _known(question: Sequence[object], count: int) -> tuple[Whole, list[bool]] | None:
+    record = records.read(question)
+    if record is None or len(record.get("kept", ())) != count:
+        return None
+    try:
+        return Whole(**record["whole"]), record["kept"]
+    except (KeyError, TypeError):
+        return None
+
+
+# -------------------------------------------------------------------------------------------- trial
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The search for the regions to keep.
+
+    Attributes:
+        gm: the graph.
+        taken: the decisions about regions that are fast alone.
+        device: of its tensors.
+        compiled: Inductor.
+    """
+
+    gm: fx.GraphModule
+    taken: Sequence[Decision]
+    device: torch.device
+    compiled: Compile
+
+    def run(self) -> tuple[Whole, list[bool]]:
+        """The times, and for each region whether it is kept. Raises MemoryError, RuntimeError."""
+        clock = apart(partial(measure.device_of, self.device))
+        if clock is None:
+            raise RuntimeError(f"nothing is timed on {self.device.type}")
+        theirs = self.compiled(variant(self.gm, ()))
+        first = None
+        for kept in self._choices():
+            chosen = [d for d, keep in zip(self.taken, kept, strict=True) if keep]
+            mine = self.compiled(variant(self.gm, chosen))
+            ours_us, theirs_us = apart(partial(self._times, [mine, theirs], clock))
+            first = ours_us if first is None else first
+            if ours_us <= theirs_us:
+                return Whole(first, ours_us, theirs_us, kept.count(False)), kept
+        return Whole(first, theirs_us, theirs_us, len(self.taken)), [False] * len(self.taken)
+
+    def _choices(self) -> Iterator[list[bool]]:
+        """All regions, then the half of the kinds that saves most, and so on down to one kind."""
+        saved: dict[str, float] = {}
+        for d in self.taken:
+            ours, theirs = d.verdict.measured_us or 0.0, d.verdict.inductor_us or 0.0
+            saved[d.key] = saved.get(d.key, 0.0) + theirs - ours
+        kinds = sorted(saved, key=saved.__getitem__, reverse=True)
+        while kinds:
+            yield [d.key in kinds for d in self.taken]
+            kinds = kinds[: len(kinds) // 2]
+
+    def _times(
+        self, functions: Sequence[Callable[[list[Any]], Any]], clock: measure.Device
+    ) -> list[float]:
+        memory = Memory(self.gm, self.taken, clock)
+        calls = [lambda given, f=f: f(list(given)) for f in functions]
+        return measure.times_us(calls, memory.sets(), clock)
+
+
+def variant(gm: fx.GraphModule, taken: Sequence[Decision]) -> fx.GraphModule:
+    """A copy of a graph in which some regions are calls of their kernels, to be timed: its inputs
+    that are integers keep their values."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    results, end = graph.graph_copy(gm.graph, new, return_output_node=True)  # type: ignore[misc]
+    graph.output(results).meta = dict(end.meta)
+    calls = [Call(moved(d.region, new), region_operator, (d.key,), region_in_place) for d in taken]
+    if calls:
+        rewrite(graph, calls)
+        graph.lint()
+    for node in [n for n in graph.nodes if n.target is torch.ops.aten.copy_.default]:
+        into, value = node.args[:2]
+        if into.op == "placeholder" and not into.meta["val"].is_floating_point():
+            # a position that goes on with every replay would leave the cache
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    return made
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+#: part of the free memory that inputs may take; the graphs need the rest for what they compute
+_SHARE = 0.4
+#: tensors begin at multiples of this many bytes
+_ALIGNED = 256
+#: numbers that are drawn at once, and stand in a pool again and again
+_DRAWN = 1 << 20
+#: their scale, that of weights at the begin of training: what a model computes stays finite
+_SCALE = 0.02
+
+
+class Memory:
+    """Inputs of a whole graph in memory that is smaller than they are, if need be.
+
+    Weights of a model that fills the GPU do not fit a second time. Floating-point inputs of a type
+    share a pool, one behind the other and from its begin again at its end. It exceeds L2, so that
+    they are read from memory all the same. Integers have memory of their own: lengths are drawn,
+    others 0.
+
+    Args:
+        gm: the graph; its placeholders have fake tensors, numbers or symbols.
+        taken: decisions about its regions, which say what lengths may be.
+        clock: of the device.
+
+    Raises:
+        MemoryError: the pools would not exceed L2, or not hold the largest input.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, taken: Sequence[Decision], clock: measure.Device
+    ) -> None:
+        self._given = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        ranges = [lengths_in(d.region).items() for d in taken]
+        self._lengths = {_source(n): among for found in ranges for n, among in found}
+        self._device = clock.device
+        sizes = dict[torch.dtype, list[int]]()
+        for value in (n.meta["val"] for n in self._given if self._is_in_pool(n.meta["val"])):
+            sizes.setdefault(value.dtype, []).append(_bytes(value))
+        total = max(1, sum(map(sum, sizes.values())))
+        cold = max(measure.TRIAL_SETS.cold_bytes, 3 * clock.l2_bytes)
+        self._count = min(-(-cold // total), measure.TRIAL_SETS.most)
+        share = clock.free_bytes() * _SHARE / total
+        if share < 1 and share * total < 3 * clock.l2_bytes:
+            raise MemoryError(f"inputs of {total / 1e6:.0f} MB in {share * total / 1e6:.0f} MB")
+        self._pools = {d: self._pool(d, n, share) for d, n in sizes.items()}
+        self._places = dict.fromkeys(sizes, 0)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def _is_in_pool(self, value: Any) -> bool:
+        tensor = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return tensor and value.device == self._device
+
+    def _pool(self, dtype: torch.dtype, sizes: Sequence[int], share: float) -> torch.Tensor:
+        size = int(min(self._count, share) * sum(sizes)) // _ALIGNED * _ALIGNED
+        if size < max(sizes):
+            raise MemoryError(f"an input of {max(sizes) / 1e6:.0f} MB in {size / 1e6:.0f} MB")
+        count = size // dtype.itemsize
+        drawn = (torch.randn(min(count, _DRAWN), device=self._device) * _SCALE).to(dtype)
+        return drawn.repeat(-(-count // max(1, len(drawn))))[:count]
+
+    def sets(self) -> list[list[Any]]:
+        """Sets of inputs, which follow each other in the pools."""
+        return [[self._value(n) for n in self._given] for _ in range(self._count)]
+
+    def _value(self, node: fx.Node) -> Any:
+        like = node.meta["val"]
+        if not isinstance(like, torch.Tensor):
+            return hint_of(like)
+        sizes, strides = _numbers(like.shape), _numbers(like.stride())
+        flat = self._part(like) if self._is_in_pool(like) else self._own(node, like)
+        return flat.as_strided(sizes, strides)
+
+    def _part(self, like: torch.Tensor) -> torch.Tensor:
+        """The next part of a pool, or its first."""
+        pool, count = self._pools[like.dtype], _bytes(like) // like.dtype.itemsize
+        place = self._places[like.dtype]
+        place = place if place + count <= len(pool) else 0
+        self._places[like.dtype] = place + count
+        return pool[place : place + count]
+
+    def _own(self, node: fx.Node, like: torch.Tensor) -> torch.Tensor:
+        size = _bytes(like) // like.dtype.itemsize
+        flat = torch.zeros(size, dtype=like.dtype, device=like.device)
+        if node in self._lengths:
+            low, high = self._lengths[node]
+            flat.copy_(torch.randint(low, high + 1, flat.shape, generator=self._generator))
+        return flat
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The input that integers are made of, if it is one alone."""
+    while len(node.all_input_nodes) == 1:
+        [node] = node.all_input_nodes
+    return node
+
+
+def _numbers(extents: Sequence[Any]) -> list[int]:
+    return [hint_of(n) or 0 for n in extents]
+
+
+def _bytes(like: torch.Tensor) -> int:
+    """Bytes from the first to the last element of a tensor, and to where the next one begins."""
+    sizes, strides = _numbers(like.shape), _numbers(like.stride())
+    last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    size = (1 + last) * like.dtype.itemsize if all(sizes) else 0
+    return -(-size // _ALIGNED) * _ALIGNED

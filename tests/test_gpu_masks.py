@@ -1,0 +1,50 @@
+"""Masks made of positions behind a cache, on a GPU: lengths of one and of several queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("cutlass")
+
+import cutesuper as cs
+from cutesuper.verify.numeric import acceptable
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ptx]
+
+#: places in the cache
+PLACES = 128
+
+
+def attend(queries: int, capped: bool) -> Any:
+    """Attention behind a cache: by PyTorch's operator, or written out with capped scores."""
+
+    def run(q: Any, k: Any, v: Any, start: Any) -> Any:
+        rows = (torch.arange(queries, device=q.device) + start)[:, None]
+        seen = torch.arange(PLACES, device=q.device) <= rows
+        if not capped:
+            return F.scaled_dot_product_attention(q, k, v, seen[None, None], enable_gqa=True)
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        mask = torch.where(seen, 0.0, -torch.inf).to(q.dtype)[None, None]
+        scores = torch.tanh(q @ k.mT * 0.125 / 2) * 2 + mask
+        return F.softmax(scores, -1).to(q.dtype) @ v
+
+    return run
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("queries", [1, 24])
+def test_attention_behind_a_cache(queries: int, capped: bool) -> None:
+    torch.manual_seed(queries)
+    q = torch.randn(2, 4, queries, 64, device="cuda").bfloat16()
+    k, v = (torch.randn(2, 2, PLACES, 64, device="cuda").bfloat16() for _ in range(2))
+    fn = attend(queries, capped)
+    program = cs.superoptimize(fn, (q, k, v, torch.tensor(3, device="cuda")))
+    for start in (0, 40, PLACES - queries):
+        place = torch.tensor(start, device="cuda")
+        found, eager = program(q, k, v, place), fn(q, k, v, place)
+        report = acceptable(found, fn(q.double(), k.double(), v.double(), place), eager, q.dtype)
+        assert report, report.message
