@@ -39,7 +39,7 @@ def test_programs_of_a_family(
     golden(f"families/{name}_{what}.txt", text)
 
 
-def logits(model: Any, given: dict[str, Any], dtype: torch.dtype | None) -> torch.Tensor:
+def logits(model: Any, given: dict[str, Any], dtype: Any) -> Any:
     """Logits of the model as it is, or of a copy in another element type."""
     if dtype is None:
         return model(**given).logits

@@ -345,6 +345,10 @@ REFUSED: dict[str, tuple[Mask, int]] = {
     "of two conditions": (lambda q, p: MASKS["bool"](q, p) & MASKS["turned"](q, p - 1), 1),
     "the lowest number": (lambda q, p: torch.where(
         MASKS["bool"](q, p), 0.0, torch.finfo(torch.float32).min).to(q.dtype), 1),
+    "the lowest number, and a row without keys": (lambda q, p: torch.where(
+        _keys(p) < _from(p, 1)[:, None], 0.0, torch.finfo(torch.float32).min).to(q.dtype), 1),
+    "keys in front of a window": (lambda q, p: (
+        (_keys(p) <= p[:, None]) & (_keys(p) > p[:, None] - 4))[:, None, None], 1),
     "the other way round": (lambda q, p: torch.where(
         MASKS["bool"](q, p), -torch.inf, 0.0).to(q.dtype), 1),
     "what is behind": (lambda q, p: (_keys(p) >= p[:, None])[:, None, None], 1),

@@ -23,13 +23,14 @@ from cutesuper.torch.compile.positions import Condition, Limit, as_kind, marks_o
 from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of, products
 from cutesuper.torch.compile.views import Filled
 
+#: what is wrong with a mask, and what to do
 _OTHER = "takes a mask tensor that is not made of positions here"
-#: masks that are added to scores
-_FILLED = ("added", "lowest")
 _INSTEAD = (
     "one for each sequence (torch.arange(S) <= positions[:, None]); use is_causal, "
     "or cs.ops.attention with key_lengths"
 )
+#: masks that are added to scores
+_FILLED = ("added", "lowest")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def read_lengths(node: fx.Node, mask: fx.Node) -> Lengths:
     limits = [n for n in found.limits if not _hides_nothing(n, queries, keys)]
     if any(not n.upper for n in limits):
         raise Unsupported(node, f"{_OTHER}: it hides keys in front of one; {_INSTEAD}")
-    if len(limits) > 1 or (found.kind == "lowest" and not all(n.begun for n in limits)):
+    if len(limits) > 1 or (found.kind == "lowest" and not all(map(_shows_one, limits))):
         raise Unsupported(node, f"{_OTHER}, {_INSTEAD}")
     lengths = _lengths(limits, queries, keys)
     if lengths is None:
@@ -175,6 +176,12 @@ def _hides_nothing(n: Limit, queries: Any, keys: Any) -> bool:
     if n.known is None or not isinstance(queries, int) or not isinstance(keys, int):
         return False
     return n.known >= keys if n.upper else n.known + (queries - 1) * n.counts <= 0
+
+
+def _shows_one(n: Limit) -> bool:
+    """True for an upper limit behind the first key, for every query: of a row that sees no key the
+    lowest number makes a mean of all of them."""
+    return n.known >= 1 if n.known is not None else n.begun and n.offset >= 1
 
 
 def _lengths(limits: Sequence[Limit], queries: Any, keys: Any) -> Lengths | None:

@@ -174,12 +174,12 @@ class _Growing:
         for n in inside:
             del self._region[n]
         rest = self._joined([n for n in inside if n not in scores], [])
-        parts = [rest, self._joined([*scores, node], [])]
-        if rest is None or parts[1] is None:
+        masked = self._joined([*scores, node], [])
+        if rest is None or masked is None:
             self._region.update(dict.fromkeys(inside, number))
             return False
-        for part in parts:
-            self._keep(part)
+        self._keep(rest)
+        self._keep(masked)
         return True
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:

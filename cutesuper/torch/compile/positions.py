@@ -114,8 +114,9 @@ def _computed(node: fx.Node) -> Marks | None:
         return _sum(a, _SUMS[name])
     if name in _NOT:
         x = marks_of(a["self"])
-        negated = isinstance(x, Condition) and x.kind in _NEGATED
-        return replace(x, kind=_NEGATED[x.kind]) if negated else None
+        if not isinstance(x, Condition) or x.kind not in _NEGATED:
+            return None
+        return replace(x, kind=_NEGATED[x.kind])
     if name in _JOINED:
         return _joined(_JOINED[name], marks_of(a["self"]), marks_of(a["other"]))
     if name[5:7] in _COMPARED and name[7:] in (".Tensor", ".Scalar"):

@@ -148,8 +148,9 @@ def _of_all(graph: fx.Graph, node: fx.Node, shape: list[int]) -> fx.Node:
     """One length as that of each sequence."""
     node = graph.call_function(_aten.view.default, (node, [1]))
     node = graph.call_function(_aten.expand.default, (node, shape))
-    kept = {"memory_format": torch.contiguous_format}
-    return graph.call_function(_aten.clone.default, (node,), kept)
+    return graph.call_function(
+        _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+    )
 
 
 def _lengths_of(

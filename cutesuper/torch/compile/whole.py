@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -74,13 +75,8 @@ def compare(
     device = _device(gm)
     if not taken or options.take != "faster" or device is None:
         return list(decisions), None
-    question = _question(gm, taken, options, device)
     try:
-        found = _known(question, len(taken))
-        if found is None:
-            with _lock:
-                found = _Trial(gm, taken, device, compiled).run()
-            records.write(question, {"whole": asdict(found[0]), "kept": found[1]})
+        whole, kept = _known_or_tried(_Trial(gm, taken, device, compiled), options)
     except (torch.OutOfMemoryError, MemoryError) as error:
         return list(decisions), Whole(reason=f"for want of memory: {str(error).splitlines()[0]}")
     except Exception as error:  # whatever the error, the regions are faster alone
@@ -88,7 +84,6 @@ def compare(
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-    whole, kept = found
     keeps = {id(d) for d, keep in zip(taken, kept, strict=True) if keep}
     gone = [d.verdict.taken and id(d) not in keeps for d in decisions]
     return [_given_back(d) if g else d for d, g in zip(decisions, gone, strict=True)], whole
@@ -109,23 +104,26 @@ def _given_back(decision: Decision) -> Decision:
 # ------------------------------------------------------------------------------------------ records
 
 
-def _question(
-    gm: fx.GraphModule, taken: Sequence[Decision], options: BackendOptions, device: torch.device
-) -> tuple[object, ...]:
+def _known_or_tried(trial: _Trial, options: BackendOptions) -> tuple[Whole, list[bool]]:
+    """The times, and whether each region is kept: recorded by another process, or found out now.
+    Raises whatever compiling and timing raise."""
+    question = _question(trial, options)
+    record = records.read(question)
+    with suppress(KeyError, TypeError):
+        if record is not None and len(record["kept"]) == len(trial.taken):
+            return Whole(**record["whole"]), record["kept"]
+    with _lock:
+        whole, kept = trial.run()
+    records.write(question, {"whole": asdict(whole), "kept": kept})
+    return whole, kept
+
+
+def _question(trial: _Trial, options: BackendOptions) -> tuple[object, ...]:
+    gm, device = trial.gm, trial.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     given = [described(n.meta["val"]) for n in gm.graph.nodes if n.op == "placeholder"]
-    regions = [(d.key, d.verdict.kernels, [n.name for n in d.region.nodes]) for d in taken]
+    regions = [(d.key, d.verdict.kernels, [n.name for n in d.region.nodes]) for d in trial.taken]
     return "whole", gm.code, given, regions, str(sorted(options.inductor.items())), name
-
-
-def _known(question: Sequence[object], count: int) -> tuple[Whole, list[bool]] | None:
-    record = records.read(question)
-    if record is None or len(record.get("kept", ())) != count:
-        return None
-    try:
-        return Whole(**record["whole"]), record["kept"]
-    except (KeyError, TypeError):
-        return None
 
 
 # -------------------------------------------------------------------------------------------- trial
@@ -153,7 +151,7 @@ class _Trial:
         if clock is None:
             raise RuntimeError(f"nothing is timed on {self.device.type}")
         theirs = self.compiled(variant(self.gm, ()))
-        first = None
+        first, theirs_us = None, 0.0
         for kept in self._choices():
             chosen = [d for d, keep in zip(self.taken, kept, strict=True) if keep]
             mine = self.compiled(variant(self.gm, chosen))
@@ -186,8 +184,7 @@ def variant(gm: fx.GraphModule, taken: Sequence[Decision]) -> fx.GraphModule:
     """A copy of a graph in which some regions are calls of their kernels, to be timed: its inputs
     that are integers keep their values."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    results, end = graph.graph_copy(gm.graph, new, return_output_node=True)  # type: ignore[misc]
-    graph.output(results).meta = dict(end.meta)
+    graph.output(graph.graph_copy(gm.graph, new)).meta = dict(gm.graph.output_node().meta)
     calls = [Call(moved(d.region, new), region_operator, (d.key,), region_in_place) for d in taken]
     if calls:
         rewrite(graph, calls)
