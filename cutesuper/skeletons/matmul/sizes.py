@@ -26,7 +26,7 @@ from cutesuper.skeletons.matmul.plan import (
     exceeded,
     exceeded_by_tile,
 )
-from cutesuper.skeletons.matmul.roles import Roles
+from cutesuper.skeletons.matmul.roles import plan_of
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
 from cutesuper.skeletons.matmul.settings import SETTINGS
 from cutesuper.targets import Target
@@ -89,11 +89,12 @@ class _Plans:
     def _recognised(self, program: BlockProgram) -> MatmulPlan:
         if self.known is not None:
             resized = replace(self.known.program, axes=program.axes, tile=program.tile)
-            return replace(self.known, program=resized)
+            beside = tuple(replace(p, program=resized) for p in self.known.beside)
+            return replace(self.known, program=resized, beside=beside)
         step = KernelStep("of this structure", program)
-        roles = Roles(step, arguments_of(step, self.setting.tensors))
-        plan = roles.plan(MatmulSchedule(stages=1))
-        self.known = plan if roles.sure else None
+        arguments = arguments_of(step, self.setting.tensors)
+        plan, sure = plan_of(step, arguments, MatmulSchedule(stages=1))
+        self.known = plan if sure else None
         return plan
 
 
@@ -131,7 +132,7 @@ def _matmul_tiles(
                     **dict.fromkeys(form.batch, 1),
                     **hidden,
                     form.row: row,
-                    form.column: columns,
+                    **dict.fromkeys(form.columns, columns),
                     form.contracted: inner,
                 }
                 for cluster in CLUSTERS[1:] if split else CLUSTERS[:1]:

@@ -21,7 +21,7 @@ from cutesuper.skeletons.legality import is_chained, refuse_index, without_runni
 from cutesuper.skeletons.matmul.explain import matmul_lines
 from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
 from cutesuper.skeletons.matmul.plan import MatmulPlan, exceeded, exceeded_by_tile
-from cutesuper.skeletons.matmul.roles import Roles
+from cutesuper.skeletons.matmul.roles import plan_of
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
 from cutesuper.skeletons.matmul.sizes import matmul_sizes
 from cutesuper.targets import Target
@@ -95,8 +95,8 @@ class Matmul(Skeleton):
         target = setting.target
         refuse_index(step)
         step = without_running_state(step, setting.tensors)
-        roles = Roles(step, arguments_of(step, setting.tensors))
-        plan = roles.plan(schedule or MatmulSchedule(stages=1))
+        arguments = arguments_of(step, setting.tensors)
+        plan, _ = plan_of(step, arguments, schedule or MatmulSchedule(stages=1))
         limit = exceeded_by_tile(plan)
         if limit is None and schedule is None:
             plan = plan.scheduled(default_schedule(plan, target, setting.dependent_launch))
