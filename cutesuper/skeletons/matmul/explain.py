@@ -112,7 +112,7 @@ def _output_lines(plan: MatmulPlan) -> list[str]:
     """What is stored, and how."""
     lines: list[str] = []
     for o in plan.outputs:
-        name = plan.arguments[o.view.argument].name
+        name = plan.names([o.view])
         whole = plan.column in o.view.labels
         bulk = whole and plan.schedule.bulk_store
         how = f", {STORE_ROWS}x{STORE_COLUMNS} a bulk store" if bulk else ""

@@ -173,6 +173,7 @@ def matmul_form(region: Region, program: LabelledProgram, products: list[Labelle
     for op in products:
         _check_product(program, op, form)
     _check_beside(program, looped, form)
+    _check_put(program, form)
     if vectors and hidden:
         raise SearchError(
             f"a vector of {column} beside a product over {shown(hidden)}, of what another product "
@@ -273,6 +274,17 @@ def _check_beside(program: LabelledProgram, looped: list[LabelledOp], form: Matm
             f"{shown(counts)} are the columns of {shown(map(str, counts.values()))} products; the "
             "tiles of one kernel have equally many"
         )
+
+
+def _check_put(program: LabelledProgram, form: MatmulForm) -> None:
+    """Check that rows of results are put where an index names, whole."""
+    for output, dim in program.put:
+        labels = program.outputs[output][1]
+        if labels[dim] in form.columns or form.columns.isdisjoint(labels):
+            raise SearchError(
+                f"output {output}: products are put by their rows; an index along the columns, or "
+                "of values of rows, is one of another kernel"
+            )
 
 
 def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:

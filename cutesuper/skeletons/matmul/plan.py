@@ -17,7 +17,7 @@ from math import gcd
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
+from cutesuper.skeletons.base import Argument, Indexed, Limit, Output, Plan, View, view_of
 from cutesuper.skeletons.matmul.copies import (
     PIECE,
     TURN_BYTES,
@@ -588,7 +588,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
         # a static extent of 1 would vanish from the tensor map
         rows = self.tile[0] >= STORE_ROWS and self.program.dims[self.row] != 1
         pieces = all(p.store_piece == PIECE for p in self.parts)
-        return self.stands_alone and rows and pieces
+        named = any(isinstance(o.view, Indexed) for p in self.parts for o in p.outputs)
+        return self.stands_alone and rows and pieces and not named
 
 
 def tile_grid(plan: MatmulPlan, rows: int, batch: int) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.skeletons.base import Plan, Skeleton, arguments_of
 from cutesuper.skeletons.cost import Setting, Sized, additive_price
-from cutesuper.skeletons.form import Form, check_index, needs_positions, single_reduction, unsized
+from cutesuper.skeletons.form import Form, check_taken, needs_positions, single_reduction, unsized
 from cutesuper.skeletons.legality import is_chained, refuse_index, without_running_state
 from cutesuper.skeletons.matmul.explain import matmul_lines
 from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
@@ -45,7 +45,7 @@ class Matmul(Skeleton):
         products = matrix_products(program)
         if not products:
             return None
-        check_index(region)
+        check_taken(region)
         labels = [op.kind for op in region.ops if lookup(op.kind).counts == Counts.LABELS]
         if labels:
             raise SearchError(f"{labels[0]} reads labels, which kernels with products do not")
@@ -93,7 +93,7 @@ class Matmul(Skeleton):
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """Recognise the roles and choose a schedule; sizing holds plans against the same limits."""
         target = setting.target
-        refuse_index(step)
+        refuse_index(step, stores=False)
         step = without_running_state(step, setting.tensors)
         arguments = arguments_of(step, setting.tensors)
         plan, _ = plan_of(step, arguments, schedule or MatmulSchedule(stages=1))
