@@ -132,7 +132,9 @@ class MatmulForm:
         free = self.columns.union(self.hidden) & b.labels
         if over == self.contracted:
             return len(free) == 1 and a.labels.isdisjoint(self.hidden) and not a.state.pending
-        return over in self.hidden and free == {self.column, over} and self._shared(a.state)
+        return (
+            over in self.hidden and free == frozenset((self.column, over)) and self._shared(a.state)
+        )
 
     def refuses(self, program: BlockProgram) -> str | None:
         """Reason why no size of a program is worth a price, though each obeys the rules; None if
@@ -207,7 +209,7 @@ def _rows_and_columns(
     free = [d for d in program.dims if d in (a | b) and d not in (product.over, *rows, *hidden)]
     if whole or len(rows) != 1 or not free:
         raise SearchError("a matrix product kernel stores tensors with the same rows and columns")
-    return rows.pop(), free[-1]
+    return rows.pop(), (free[-1],)
 
 
 def _check_after(

@@ -128,13 +128,8 @@ def _matmul_tiles(
     for row in _row_choices(form, rows, between + min(widths), target):
         for columns in widths:
             for inner in depths:
-                tile = {
-                    **dict.fromkeys(form.batch, 1),
-                    **hidden,
-                    form.row: row,
-                    **dict.fromkeys(form.columns, columns),
-                    form.contracted: inner,
-                }
+                tile = dict.fromkeys(form.batch, 1) | dict.fromkeys(form.columns, columns)
+                tile |= {**hidden, form.row: row, form.contracted: inner}
                 for cluster in CLUSTERS[1:] if split else CLUSTERS[:1]:
                     if form.reduced:
                         whole = ceil_div(n, columns) == cluster

@@ -81,9 +81,10 @@ class Matmul(Skeleton):
         own = tuple(a.kind for a in program.axes_of(reduced[0]))
         if not rows or not columns or AxisKind.LOOP not in own:
             return None
-        batch = [d for d in program.dims if d not in (rows[-1], columns[-1], *reduced)]
+        beside = tuple(d for d in program.alternatives if d != columns[-1])
+        batch = [d for d in program.dims if d not in (rows[-1], columns[-1], *reduced, *beside)]
         kinds = dict.fromkeys(program.dims, (AxisKind.GRID,)) | {reduced[0]: own}
-        form = MatmulForm(rows[-1], columns[-1], reduced[0], tuple(batch))
+        form = MatmulForm(rows[-1], columns[-1], reduced[0], tuple(batch), beside=beside)
         return unsized(program, kinds), form
 
     def runs(self, step: KernelStep) -> bool:
