@@ -46,7 +46,7 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
     m, n, k = plan.tile
     s = plan.schedule
     x, y, z = grid_shape(plan)
-    columns = " or ".join(p.column for p in plan.parts)
+    columns = " or ".join(p.column for p in plan.sections)
     lines = [
         (
             f"matmul loop: {plan.row} {m} x {columns} {n} per tile, {plan.contracted} {k} per "
@@ -62,7 +62,8 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
     lines += _copy_lines(plan)
     if plan.beside:
         tiles = (
-            f"{tiles} of {p.column}" for tiles, p in zip(plan.part_tiles, plan.parts, strict=True)
+            f"{tiles} of {p.column}"
+            for tiles, p in zip(plan.section_tiles, plan.sections, strict=True)
         )
         lines.append(f"tiles, one after the other: {', '.join(tiles)}")
     if s.share_rows > 1:
@@ -97,7 +98,7 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
     for i, e in enumerate(plan.row_values.values()):
         lines.append(f"row{i}, once per row: {_text(plan, e)}")
     lines += _reduction_lines(plan)
-    lines += [line for p in plan.parts for line in _output_lines(p)]
+    lines += [line for p in plan.sections for line in _output_lines(p)]
     if s.bulk_store and plan.pieced:
         loaded = plan.names(plan.loads[op] for op in plan.pieced)
         lines.append(f"{loaded}: a bulk load into the place of each piece that leaves")
@@ -126,14 +127,14 @@ def _vector_names(plan: MatmulPlan) -> Iterator[tuple[str, str]]:
     for i, product in enumerate(plan.vector_products):
         vector = plan.vector_rows[product.vector]
         text = "ones" if vector is None else _text(plan, vector)
-        products = (p.vector_products[i].column for p in plan.parts)
-        views = (p.columns[c] for p, c in zip(plan.parts, products, strict=True))
+        products = (p.vector_products[i].column for p in plan.sections)
+        views = (p.columns[c] for p, c in zip(plan.sections, products, strict=True))
         yield text, " or ".join(plan.names([v]) for v in views)
 
 
 def _ring(plan: MatmulPlan) -> str:
     """Contents of a stage: column operands, those along hidden labels, row operands."""
-    columns = " or ".join(plan.names(p.columns.values()) for p in plan.parts)
+    columns = " or ".join(plan.names(p.columns.values()) for p in plan.sections)
     parts = [f"{columns} ({COLUMN_BLOCK} columns a box)"] if columns else []
     number = 0
     for t in plan.tails:

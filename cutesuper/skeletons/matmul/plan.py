@@ -255,15 +255,15 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return plan
 
     @property
-    def parts(self) -> tuple[MatmulPlan, ...]:
+    def sections(self) -> tuple[MatmulPlan, ...]:
         """This plan, and those of other columns."""
         return (self, *self.beside)
 
     @property
-    def part_tiles(self) -> list[int]:
-        """Tiles along the columns of each part, in whole clusters that share a row tile."""
+    def section_tiles(self) -> list[int]:
+        """Tiles along the columns of each section, in whole clusters that share a row tile."""
         share = self.schedule.share_rows
-        return [share * ceil_div(p.column_tiles, share) for p in self.parts]
+        return [share * ceil_div(p.column_tiles, share) for p in self.sections]
 
     @property
     def column_tiles(self) -> int:
@@ -587,15 +587,16 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """True if all outputs can be written with bulk stores."""
         # a static extent of 1 would vanish from the tensor map
         rows = self.tile[0] >= STORE_ROWS and self.program.dims[self.row] != 1
-        pieces = all(p.store_piece == PIECE for p in self.parts)
-        named = any(isinstance(o.view, Indexed) for p in self.parts for o in p.outputs)
+        pieces = all(p.store_piece == PIECE for p in self.sections)
+        named = any(isinstance(o.view, Indexed) for p in self.sections for o in p.outputs)
         return self.stands_alone and rows and pieces and not named
 
 
 def tile_grid(plan: MatmulPlan, rows: int, batch: int) -> tuple[int, int, int]:
     """The launch grid for ``rows`` row tiles of each slice of the batch."""
-    persistent = plan.schedule.persistent
-    return (persistent, 1, 1) if persistent else (sum(plan.part_tiles) * plan.cluster, rows, batch)
+    if plan.schedule.persistent:
+        return plan.schedule.persistent, 1, 1
+    return sum(plan.section_tiles) * plan.cluster, rows, batch
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:
@@ -701,7 +702,7 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
             f"share_rows={s.share_rows}; use 1, 2, 4 or 8 blocks that load at least 8 of the {m} "
             "rows each"
         )
-    if s.share_rows > 1 and (single := [p.column for p in plan.parts if p.column_tiles == 1]):
+    if s.share_rows > 1 and (single := [p.column for p in plan.sections if p.column_tiles == 1]):
         # a dimension of one tile has no coordinates outside: both blocks would store that tile
         yield f"share_rows={s.share_rows} blocks along {single[0]}, which has one tile; use 1"
     if (s.share_rows > 1 or s.persistent) and plan.copied:

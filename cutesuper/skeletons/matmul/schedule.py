@@ -128,9 +128,9 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     large = SETTINGS.choose(target, "share", rows=m)["walk"]
     if not schedule.bulk_store or not large or schedule.warpgroups < 2 or plan.copied:
         return schedule
-    share = min(shared_by(p.column_tiles, m, target) for p in plan.parts)
+    share = min(shared_by(p.column_tiles, m, target) for p in plan.sections)
     slots = share * target.clusters[share]
-    columns = sum(share * ceil_div(p.column_tiles, share) for p in plan.parts)
+    columns = sum(share * ceil_div(p.column_tiles, share) for p in plan.sections)
     tiles = columns * ceil_div(extent(dims[plan.row]), m)
     for label in plan.batch:
         tiles *= extent(dims[label])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
@@ -128,8 +129,9 @@ def _matmul_tiles(
     for row in _row_choices(form, rows, between + min(widths), target):
         for columns in widths:
             for inner in depths:
-                tile = dict.fromkeys(form.batch, 1) | dict.fromkeys(form.columns, columns)
-                tile |= {**hidden, form.row: row, form.contracted: inner}
+                tile: dict[str, int] = {**dict.fromkeys(form.batch, 1), **hidden}
+                tile |= {form.row: row, form.contracted: inner}
+                tile |= zip(form.columns, repeat(columns))
                 for cluster in CLUSTERS[1:] if split else CLUSTERS[:1]:
                     if form.reduced:
                         whole = ceil_div(n, columns) == cluster

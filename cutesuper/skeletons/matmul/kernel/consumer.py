@@ -26,7 +26,7 @@ class Consumer:
     ) -> None:
         self.k, self.sharing, self.walk = known, sharing, walk
         self.tails, self.epilogues = tails, epilogues
-        #: what all parts have in common is that of the first one
+        #: what all sections have in common is that of the first one
         self.epilogue = epilogues[0]
         self.prefetches = [Prefetch(e.k) for e in epilogues]
         self.main, self.inner, self.after = known.groups
@@ -35,7 +35,7 @@ class Consumer:
 
     @cute.jit
     def run(self, here, outs):
-        """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`, by part."""
+        """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`, by section."""
         at = here.memory.ring.first()
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
@@ -52,8 +52,8 @@ class Consumer:
         k, memory, ring = self.k, here.memory, here.memory.ring
         cores, rows = k.cores, self.instruction_rows
         group = here.warp // 4
-        for p, prefetch in enumerate(self.prefetches):
-            if here.tile.part == p:
+        for n, prefetch in enumerate(self.prefetches):
+            if here.tile.section == n:
                 prefetch.run(here)
         self.epilogue.tile_store.ask(here, outs[0], True)
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
@@ -96,9 +96,9 @@ class Consumer:
         self.epilogue.tile_store.ask(here, outs[0], False)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.run(behind, accumulators, hidden, here)
-        for p, epilogue in enumerate(self.epilogues):
-            if here.tile.part == p:
-                epilogue.run(accumulators, vectors.accumulators, here, outs[p])
+        for n, epilogue in enumerate(self.epilogues):
+            if here.tile.section == n:
+                epilogue.run(accumulators, vectors.accumulators, here, outs[n])
         return at
 
     def multiply(

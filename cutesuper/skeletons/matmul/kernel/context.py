@@ -204,14 +204,14 @@ class Memory:
 class Tile:
     """A tile of the output: indices along rows and columns, the ``rank`` in the split of the
     contracted label, the coordinates along batch labels, the number of tiles before it in this
-    block, and the index in `MatmulPlan.parts` of the columns."""
+    block, and the index in `MatmulPlan.sections` of the columns."""
 
     row: Any
     column: Any
     rank: Any
     batch: dict[str, Any]
     turn: Any = 0
-    part: Any = 0
+    section: Any = 0
 
 
 @dataclass(frozen=True)

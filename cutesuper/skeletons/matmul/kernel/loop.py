@@ -53,7 +53,7 @@ class MatmulKernel:
         self.tile_store = TileStore(known, leaves)
         epilogue = Epilogue(known, leaves, self.vectors, self.reductions, self.tile_store)
         beside = [self.epilogue_of(Known.of(p)) for p in plan.beside]
-        #: of all parts, in their order
+        #: of all sections, in their order
         self.epilogues = [epilogue, *beside]
         self.producer = Producer(known, sharing, walk, self.tails)
         self.copies = Copies(known)
@@ -111,8 +111,8 @@ class MatmulKernel:
         rank = Int32(0)
         if cutlass.const_expr(k.cluster > 1):
             rank = rank_in_cluster()
-        part, column = self.walk.part(bx // k.cluster)
-        tile = Tile(by, column, rank, k.batch_index(bz, tensors), part=part)
+        section, column = self.walk.section(bx // k.cluster)
+        tile = Tile(by, column, rank, k.batch_index(bz, tensors), section=section)
         memory = self.allocate(row_layout)
         if warp == 0:
             ask_for_descriptors(atoms)

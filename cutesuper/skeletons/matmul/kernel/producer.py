@@ -22,14 +22,14 @@ from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
 class Producer:
     """The bulk loads of a block. Operands come in one order everywhere: columns, rows, vectors,
     columns of hidden labels, then columns and rows of the products after the loop; those that
-    threads copy are left out. The columns are those of all parts, of which each tile has one."""
+    threads copy are left out. The columns are those of all sections, of which each tile has one."""
 
     def __init__(self, known: Known, sharing: Sharing, walk: Walk, tails: Tails) -> None:
         self.k, self.sharing, self.walk, self.tails = known, sharing, walk, tails
         self.main, self.inner, self.after = known.groups
         plan = known.plan
         groups = [x for g in (*self.inner, *self.after) for x in g.views]
-        columns = [x for p in plan.parts for x in p.columns]
+        columns = [x for p in plan.sections for x in p.columns]
         operands = (*columns, *plan.rows, *plan.vectors, *groups)
         #: place of an operand among the bulk loads, by operation
         self.order = {op: n for n, op in enumerate(o for o in operands if o not in plan.copied)}
@@ -50,7 +50,7 @@ class Producer:
     def atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
         """The TMA loads, each with its coordinate tensor."""
         atoms = [
-            a for p in self.k.plan.parts for a in self.column_atoms(column_groups(p)[0], tensors)
+            a for p in self.k.plan.sections for a in self.column_atoms(column_groups(p)[0], tensors)
         ]
         atoms += [*self.row_atoms(tensors), *self.vector_atoms(tensors)]
         for group in (*self.inner, *self.after):
@@ -106,7 +106,7 @@ class Producer:
     def boxes(self, memory: Memory) -> list[Any]:
         """Shared memory and shape of a box of each operand."""
         k, hidden = self.k, memory.hidden
-        columns = [op for p in k.plan.parts for op in p.columns if op in self.order]
+        columns = [op for p in k.plan.sections for op in p.columns if op in self.order]
         boxes: list[Any] = [(memory.columns, (COLUMN_BLOCK, k.k)) for _ in columns]
         for op, ring in zip(k.plan.rows, memory.rows, strict=True):
             if op not in self.order:
@@ -201,9 +201,9 @@ class Producer:
         atoms, slots, sources = loads.atoms, loads.slots, loads.sources
         full = memory.ring.full[stage]
         depth = tile.rank * plan.iterations + iteration
-        for p, part in enumerate(plan.parts):
-            if tile.part == p:
-                self.load_columns(loads, full, tile, depth, stage, part, early)
+        for n, section in enumerate(plan.sections):
+            if tile.section == n:
+                self.load_columns(loads, full, tile, depth, stage, section, early)
         for op, view in plan.rows.items():
             if cutlass.const_expr(k.is_bulk(op, early)):
                 at = tuple(tile.batch[d] for d in k.batch_of(view))
@@ -217,13 +217,13 @@ class Producer:
 
     @cute.jit
     def load_columns(
-        self, loads, full, tile, depth, stage, part: cutlass.Constexpr, early: cutlass.Constexpr
+        self, loads, full, tile, depth, stage, section: cutlass.Constexpr, early: cutlass.Constexpr
     ):
-        """Load one stage of the column operands of a part."""
+        """Load one stage of the column operands of a section."""
         k, blocks = self.k, self.k.blocks
         atoms, slots, sources = loads.atoms, loads.slots, loads.sources
-        hint = EVICT_FIRST if part.schedule.stream_columns else None
-        for w, (op, view) in enumerate(part.columns.items()):
+        hint = EVICT_FIRST if section.schedule.stream_columns else None
+        for w, (op, view) in enumerate(section.columns.items()):
             if cutlass.const_expr(k.is_bulk(op, early)):
                 at, i = tuple(tile.batch[d] for d in k.batch_of(view)), self.order[op]
                 for b in cutlass.range_constexpr(blocks):

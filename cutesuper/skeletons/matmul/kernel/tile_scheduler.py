@@ -30,18 +30,18 @@ class Walk:
 
     def columns(self) -> int:
         """Number of steps along the columns; each covers a cluster's tiles."""
-        return sum(self.k.plan.part_tiles) // self.sharing.blocks
+        return sum(self.k.plan.section_tiles) // self.sharing.blocks
 
-    def part(self, column: Any) -> tuple[Any, Any]:
-        """Index in `MatmulPlan.parts`, and the tile among its columns, of the ``column``-th tile
+    def section(self, column: Any) -> tuple[Any, Any]:
+        """Index in `MatmulPlan.sections`, and the tile among its columns, of the ``column``-th tile
         of all."""
-        part, own, start = 0, column, 0
-        for p, tiles in enumerate(self.k.plan.part_tiles[:-1]):
+        section, own, start = 0, column, 0
+        for n, tiles in enumerate(self.k.plan.section_tiles[:-1]):
             start += tiles
             beyond = column >= start
-            part = select_(beyond, Int32(p + 1), Int32(part))
+            section = select_(beyond, Int32(n + 1), Int32(section))
             own = select_(beyond, column - start, own)
-        return part, own
+        return section, own
 
     def rows(self, tensors: list[cute.Tensor]) -> Any:
         """Number of row tiles."""
@@ -78,9 +78,9 @@ class Walk:
     def tile(self, step, tensors):
         """The tile of one step."""
         row, column, slice_ = self.place(step, tensors)
-        part, column = self.part(column * self.sharing.blocks + self.sharing.rank())
+        section, column = self.section(column * self.sharing.blocks + self.sharing.rank())
         batch = self.k.batch_index(slice_, tensors)
-        return Tile(row, column, Int32(0), batch, step // self.clusters, part)
+        return Tile(row, column, Int32(0), batch, step // self.clusters, section)
 
     @cute.jit
     def fresh(self, step, first, tensors):
