@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cutesuper.ir.block import KernelStep, TensorSpec
+from cutesuper.ir.block import AxisKind, KernelStep, MuGraph, TensorSpec
 from cutesuper.ir.dims import Dim, Symbol, ceil_div
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.compile import Artifact, CompileRequest, compile_kernel
 from cutesuper.search.cuts import Flat
-from cutesuper.search.region import SearchOptions, search_region
+from cutesuper.search.region import SearchOptions, search_region, tensors_of
 from cutesuper.skeletons.kernel.build import build
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.skeletons.planner import KernelPlan, make_plan
@@ -37,16 +37,23 @@ def specs(
 def whole_plan(graph: KernelGraph) -> MatmulPlan:
     """The plan of a whole graph as one matmul kernel, whatever several kernels would cost; inputs
     are named in0, in1 and so on."""
-    flat = Flat(graph.expanded())
-    region = flat.segment(flat.order).region
-    pairs = enumerate(zip(region.inputs, region.input_dtypes, strict=True))
-    tensors = {f"in{i}": TensorSpec(f"in{i}", s, d) for i, (s, d) in pairs}
-    output = graph.nodes[graph.outputs[0]]
-    tensors["out0"] = TensorSpec("out0", output.shape, output.dtype)
-    way = search_region(region, H200, SearchOptions(lowered=True)).ways[0]
-    plan = make_plan(KernelStep("k0", way.programs[0]), tensors, H200)
+    mu = whole_mugraph(graph)
+    plan = make_plan(mu.steps[0], mu.tensors, H200)
     assert isinstance(plan, MatmulPlan)
     return plan
+
+
+def whole_mugraph(graph: KernelGraph, clusters: bool = True) -> MuGraph:
+    """A whole graph as one kernel, with clusters or without; inputs are named in0, in1 and so on,
+    in the kernel's order."""
+    flat = Flat(graph.expanded())
+    segment = flat.segment(flat.order)
+    ways = search_region(segment.region, H200, SearchOptions(lowered=True)).ways
+    way = next(w for w in ways if clusters or not w.programs[0].of_kind(AxisKind.CLUSTER))
+    names = [f"in{segment.reads.index(graph.nodes[i].name)}" for i in graph.inputs]
+    outputs = [f"out{n}" for n in range(len(graph.outputs))]
+    step = KernelStep("k0", way.programs[0])
+    return MuGraph(tensors_of(segment.region), tuple(names), tuple(outputs), (step,))
 
 
 @dataclass(frozen=True)

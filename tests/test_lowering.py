@@ -168,6 +168,8 @@ WORKLOADS: dict[str, tuple[KernelGraph, bool]] = {
     "norm_linear_gain_16x4096x6144": (zoo.rms_norm_linear(16, 4096, 6144, gain=True), False),
     "norm_linear_4096x4096x4096": (zoo.rms_norm_linear(4096, 4096, 4096), False),
     "layer_norm_linear_16x4096x4096": (zoo.layer_norm_linear(16, 4096, 4096), False),
+    "projections_1x4096_dependent": (zoo.projections(1, 4096, (4096, 1024, 1024)), True),
+    "projections_2048x4096": (zoo.projections(2048, 4096, (4096, 1024, 1024), norm=False), False),
     "gated_mlp_16x4096x4096": (zoo.gated_mlp(16, 4096, 4096), False),
     "rms_norm_1024x4096": (zoo.rows("rms_norm", (1024, 4096)), False),
     "softmax_1024x4096": (zoo.rows("softmax", (1024, 4096)), False),

@@ -222,6 +222,18 @@ def taken_and_put() -> KernelGraph:
     return put(lambda g, x: g.take_rows(x, g.new_input((8,), "int32")), (32, 64), 8, 0, 99, 64)
 
 
+def of_heads(g: KernelGraph, x: Any) -> Any:
+    """A product whose columns are divided into heads."""
+    return g.matmul(x, g.new_input((4, 64, 64)))
+
+
+def keys_and_values() -> KernelGraph:
+    """Keys go into a cache by an index; queries of another width are stored as they are."""
+    g = put(lambda g, x: g.matmul(g.rms_norm(x), g.new_input((128, 64))), (32, 64), 3, 0, 3, 128)
+    g.mark_output(g.matmul(g.tensor(3), g.new_input((128, 192))))
+    return g
+
+
 PROGRAMS: dict[str, tuple[Callable[[], KernelGraph], int]] = {
     "alone": (lambda: put(lambda g, x: x, (32, 64), 8), 1),
     "any number of rows": (lambda: normed(cs.symbol("T")), 1),
@@ -234,7 +246,11 @@ PROGRAMS: dict[str, tuple[Callable[[], KernelGraph], int]] = {
                               2, 8, 4, 64), 1),
     "taken": (taken_and_put, 1),
     "kept as well": (kept_and_put, 1),
-    "a product": (lambda: put(lambda g, x: g.matmul(x, g.new_input((64, 64))), (32, 64), 8), 2),
+    "a product": (lambda: put(lambda g, x: g.matmul(x, g.new_input((64, 64))), (32, 64), 8), 1),
+    "heads of a product": (lambda: put(of_heads, (4, 32, 64), 8, 1, 8, 64), 1),
+    "products of many rows": (lambda: put(lambda g, x: g.relu(g.matmul(x, g.new_input((64, 96)))),
+                                          (200, 96), 72, 0, 72, 64), 1),
+    "keys and values": (keys_and_values, 1),
     "a sum over rows": (lambda: put(lambda g, x: g.sum(x, 0), (9, 64), 1, 0, 4096, 64), 2),
     "long rows": (lambda: put(lambda g, x: g.softmax(x, -1), (9, 1 << 17), 8), 2),
     "read afterwards": (attention, 3),
@@ -310,11 +326,14 @@ def test_what_is_read_elsewhere_is_not_changed_in_place() -> None:
 
 
 NUMBERS = ["alone", "in the middle", "columns", "a row", "elements", "values of rows", "reordered",
-           "taken", "kept as well", "a sum over rows", "a product"]  # fmt: skip
+           "taken", "kept as well", "a sum over rows"]  # fmt: skip
+PRODUCTS = ["a product", "heads of a product", "products of many rows", "keys and values"]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "name", [*NUMBERS, *(pytest.param(n, marks=pytest.mark.ptx) for n in PRODUCTS)]
+)
 def test_kernels_store_rows_at_their_places_and_nowhere_else(name: str) -> None:
     g = PROGRAMS[name][0]()
     kernel = cs.superoptimize(g)
@@ -355,6 +374,11 @@ def nothing_returned(x: Any, cache: Any, at: Any) -> None:
     cache[at] = functional.silu(x).softmax(-1)
 
 
+def projected(x: Any, keys: Any, at: Any, weight: Any, query: Any) -> Any:
+    keys[at] = functional.linear(x, weight)
+    return functional.linear(x, query)
+
+
 def functional_put(x: Any, cache: Any, at: Any) -> Any:
     return torch.index_put(cache, (at,), x.softmax(-1))
 
@@ -370,7 +394,11 @@ def arguments(fn: Any) -> list[Any]:
         cache = [torch.randn(1, 3, 32, 64) for _ in range(2)]
         x, q = (torch.randn(1, 3, 1, 64) for _ in range(2))
         return [x, *cache, torch.tensor([7]), torch.randn(64), q]
-    return [torch.randn(4, 64), torch.randn(32, 64), torch.tensor([3, 31, 0, -2])]
+    given = [torch.randn(4, 64), torch.randn(32, 64), torch.tensor([3, 31, 0, -2])]
+    if fn is projected:
+        weights = [torch.randn(n, 64) / 8 for n in (64, 192)]
+        return [t if t.dtype == torch.int64 else t.bfloat16() for t in (*given, *weights)]
+    return given
 
 
 def same_results(fn: Any, call: Any) -> None:
@@ -383,7 +411,7 @@ def same_results(fn: Any, call: Any) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("fn", [append, nothing_returned, functional_put])
+@pytest.mark.parametrize("fn", [append, nothing_returned, functional_put, projected])
 def test_compiled_models_put_rows_in_place(fn: Any) -> None:
     with torch.no_grad():
         call, reports = run_compiled(fn)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from math import nan
@@ -267,10 +266,10 @@ def test_gated_mlp_with_norm_is_one_kernel() -> None:
 
 @pytest.mark.parametrize("widths", [(512, 512), (1024, 512, 512), (1024, 1024, 1024)])
 def test_products_of_one_operand_share_a_kernel(widths: tuple[int, ...]) -> None:
-    """Those of one width; among them the row operand is read, and normalized, once."""
-    steps = best(zoo.projections(8, 1024, widths)).steps
-    products = [n for s in steps if (n := kinds(s.program).count("matmul"))]
-    assert sorted(products) == sorted(Counter(widths).values())
+    """Whatever their widths are, the row operand is read, and normalized, once."""
+    (step,) = best(zoo.projections(8, 1024, widths)).steps
+    assert kinds(step.program).count("matmul") == len(widths)
+    assert len(step.program.alternatives) == (0 if len(set(widths)) == 1 else len(widths))
 
 
 def test_columns_that_are_reduced_keep_a_label_of_their_own() -> None:

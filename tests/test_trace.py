@@ -64,6 +64,18 @@ def test_rows_are_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shapes == [(15, 32), (48, 32), (48, 32), (32, 48)]
 
 
+def projections(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """Products of an argument, which no region computes."""
+    return F.linear(x.view(-1, 32), q), F.linear(x, k).relu(), torch.addmm(bias, x[0], v.t())
+
+
+def test_products_of_one_operand_are_one_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [randn(n, 32) for n in (64, 16, 16)]
+    program = traced(monkeypatch, projections, (X[:1], *weights, randn(16)))
+    assert operators(program) == [["matmul", "matmul", "relu", "matmul", "add"]]
+    check(program, projections, (X[:1], *weights, randn(16)))
+
+
 class Masked(nn.Module):
     """Attention with a mask tensor, and what reads it."""
 

@@ -10,7 +10,7 @@ import torch
 from cutesuper.ir.dims import Dim, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.evaluate import evaluate
-from cutesuper.ir.graph import KernelGraph, new_kernel_graph
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.verify.numeric import Report, acceptable
 
 EPS = 1e-6
@@ -114,15 +114,34 @@ def gated_mlp(m: Dim, k: int, n: int, dtype: Any = "float16", norm: bool = True)
 
 
 def projections(
-    m: Dim, k: int, widths: Sequence[int], dtype: Any = "bfloat16", norm: bool = True
+    m: Dim,
+    k: int,
+    widths: Sequence[int],
+    dtype: Any = "bfloat16",
+    norm: bool = True,
+    bias: bool = False,
+    layer_norm: bool = False,
+    gated: bool = False,
 ) -> KernelGraph:
-    """X by weights [N, K] of several widths, each product an output: queries, keys, values."""
+    """X by weights [N, K] of several widths, each product an output: queries, keys, values. With
+    ``gated`` each is multiplied by silu of another one."""
     g = new_kernel_graph()
     x = g.new_input((m, k), dtype, name="X")
-    weights = [g.new_input((n, k), dtype, f"W{i}", constant=True) for i, n in enumerate(widths)]
-    x = g.rms_norm(x, g.new_input((k,), dtype, "G"), eps=EPS) if norm else x
-    for w in weights:
-        g.mark_output(g.matmul(x, g.transpose(w)))
+
+    def constant(name: str, *shape: int) -> Tensor:
+        return g.new_input(shape, dtype, name, constant=True)
+
+    weights = [constant(f"W{i}", n, k) for i, n in enumerate(widths)]
+    if layer_norm:
+        x = g.layer_norm(x, constant("G", k), constant("H", k), eps=EPS)
+    elif norm:
+        x = g.rms_norm(x, g.new_input((k,), dtype, "G"), eps=EPS)
+    for i, w in enumerate(weights):
+        y = g.matmul(x, g.transpose(w))
+        y = y + constant(f"B{i}", widths[i]) if bias else y
+        if gated:
+            y = y * g.silu(g.matmul(x, g.transpose(constant(f"V{i}", widths[i], k))))
+        g.mark_output(y)
     return g
 
 

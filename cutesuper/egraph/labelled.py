@@ -298,7 +298,8 @@ def _side_by_side(found: _Unification) -> _Unification:
 
     Keys and values of an attention, ``X[M, K] @ W[K, N]`` and ``X[M, K] @ V[K, N2]`` with N2 = N:
     as ``V[K, N]`` both are computed by one kernel, which loads X once. Labels over which anything
-    is reduced stay as they are: no kernel would loop over one of them and divide the other.
+    is reduced stay as they are: no kernel would loop over one of them and divide the other. Beside
+    a product of another width all keep labels of their own: see `BlockProgram.alternatives`.
     """
     alike: dict[Any, list[Slot]] = {}
     reduced = {found.find(s) for s in found.reduced()}
@@ -308,9 +309,10 @@ def _side_by_side(found: _Unification) -> _Unification:
         a, b = found.slots((i, 0)), found.slots((i, 1))
         for shared, own in ((a, b[-1]), (b, a[-2])):
             if found.find(own) not in reduced:
-                key = (found.extent(own), *(found.find(s) for s in shared))
-                alike.setdefault(key, []).append(own)
+                alike.setdefault(tuple(found.find(s) for s in shared), []).append(own)
     for first, *others in alike.values():
+        if any(found.extent(other) != found.extent(first) for other in others):
+            continue
         for other in others:
             if found.find(first) == found.find(other):
                 continue

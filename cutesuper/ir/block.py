@@ -203,11 +203,29 @@ class BlockProgram:
 
     def blocks(self) -> int:
         """Number of thread blocks; symbolic extents count with their hint."""
-        count = 1
+        count, apart = 1, 0
         for a in self.axes:
-            if a.kind in (AxisKind.GRID, AxisKind.CLUSTER):
+            if a.kind == AxisKind.GRID and a.dim in self.alternatives:
+                apart += self.parts(a)
+            elif a.kind in (AxisKind.GRID, AxisKind.CLUSTER):
                 count *= self.parts(a)
-        return count
+        return count * max(1, apart)
+
+    @cached_property
+    def alternatives(self) -> tuple[str, ...]:
+        """Labels of the grid of which every stored tensor has one, and no operation two: a block
+        works for one of them, so their blocks add up. What it computes for the others is what their
+        own blocks store.
+
+        before: ``X W[M, N]`` and ``X V[M, N2]``; after: ``(N, N2)``. Empty without two of them.
+        """
+        grid = [a.dim for a in self.axes if a.kind == AxisKind.GRID]
+        stored = [set(op.dims) for op in self.stores()]
+        found = tuple(d for d in grid if not all(d in labels for labels in stored))
+        used = [{*op.dims, op.attributes.get("over")} for op in self.ops]
+        one = all(len(labels.intersection(found)) == 1 for labels in stored)
+        apart = all(len(labels.intersection(found)) < 2 for labels in used)
+        return found if len(found) > 1 and one and apart else ()
 
     def parts(self, axis: Axis) -> int:
         """Extent of an axis; if it is open, the extent that follows from the dimension's hint."""

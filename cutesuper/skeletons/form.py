@@ -91,8 +91,13 @@ def check_index(region: Region) -> None:
     for put in region.put:
         raise SearchError(
             f"output {put.output} is rows that are put where an index names, which only kernels "
-            "with rows resident in a block store; put them there in a kernel after"
+            "with rows resident in a block, and products, store; put them there in a kernel after"
         )
+    check_taken(region)
+
+
+def check_taken(region: Region) -> None:
+    """Check that no input is rows that an index names. Raises SearchError."""
     for taken in region.taken:
         raise SearchError(
             f"input {taken.input} is rows that an index names, which only rows resident in a block "

@@ -54,17 +54,17 @@ def refuse_shared_dims(step: KernelStep) -> None:
             )
 
 
-def refuse_index(step: KernelStep) -> None:
-    """Refuse loads and stores of rows that an index names. Raises LoweringError."""
-    for op in (*step.program.loads(), *step.program.stores()):
+def refuse_index(step: KernelStep, stores: bool = True) -> None:
+    """Refuse loads of rows that an index names, and with ``stores`` stores. Raises
+    LoweringError."""
+    for op in (*step.program.loads(), *(step.program.stores() if stores else ())):
         if "index" in op.attributes:
-            does, instead = ("stores", "put them there after")
+            does = "stores rows through an index, or a product; put them there after"
             if op.kind == LOAD:
-                does, instead = ("reads", "take the rows before")
+                does = "reads rows through an index; take the rows before"
             raise LoweringError(
                 f"kernel {step.name}, {op.kind} of {op.attributes['tensor']} through the index "
-                f"{op.attributes['index']}: only a row kernel {does} rows through an index; "
-                f"{instead}"
+                f"{op.attributes['index']}: only a row kernel {does}"
             )
 
 

@@ -9,10 +9,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor
+from cutlass.cutlass_dsl import select_
 
 from cutesuper.ir.block import BlockProgram
 from cutesuper.ir.dims import Symbol
-from cutesuper.skeletons.base import Argument, Scratch, View
+from cutesuper.skeletons.base import Argument, Indexed, Scratch, View
 
 ELEMENT = {
     "float16": cutlass.Float16,
@@ -26,6 +27,15 @@ ELEMENT = {
 def dtype_of(plan: Any, view: View) -> Any:
     """The element type of the argument behind a view."""
     return ELEMENT[plan.arguments[view.argument].dtype]
+
+
+def named_row(view: Indexed, index: Any) -> tuple[Any, Any]:
+    """Offset in elements of the row that an index names, counted from the end if it is below 0, and
+    true if the table has it; the offset of the first row if it has not."""
+    known = (index >= -view.count) & (index < view.count)
+    inside = Int32(select_(known, Int32(index), Int32(0)))
+    inside = Int32(select_(inside < 0, inside + view.count, inside))
+    return Int64(inside) * view.row_stride, known
 
 
 class Extents:

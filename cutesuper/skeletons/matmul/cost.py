@@ -38,7 +38,7 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
         rest = overlapped(r.overlap, *wave.values())
         busy += times * overlapped(r.tensor_overlap, rest, tensor)
     rounds = ceil_div(blocks, slots)  # blocks of one SM, one after the other or side by side
-    exchange, store = (rounds * us for us in _end(plan, target))
+    exchange, store = (rounds * us for us in max(_end(p, target) for p in plan.sections))
     after = rounds * _after_us(plan, target)
     ramp = r.first_stage * plan.stage_bytes / r.sm_bytes_per_us + (rounds - 1) * r.block_us
     parts |= {"launch": target.launch_us, "ramp": ramp, "exchange": exchange, "store": store}
@@ -85,7 +85,7 @@ def _wave(
 
 def _reread_bytes(plan: MatmulPlan) -> float:
     """Bytes of the weights that row tiles read after the first one; with many of them, all."""
-    views = {v.argument: v for v in plan.columns.values()}
+    views = {v.argument: v for p in plan.sections for v in p.columns.values()}
     shapes = (plan.arguments[a].shape for a in views)
     whole = sum(
         plan.itemsize(v) * prod(map(extent, s)) for v, s in zip(views.values(), shapes, strict=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.matmul.plan import (
@@ -62,9 +64,10 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
     m, n, k = plan.tile
     s = plan.schedule
     x, y, z = grid_shape(plan)
+    columns = " or ".join(p.column for p in plan.sections)
     lines = [
         (
-            f"matmul loop: {plan.row} {m} x {plan.column} {n} per tile, {plan.contracted} {k} per "
+            f"matmul loop: {plan.row} {m} x {columns} {n} per tile, {plan.contracted} {k} per "
             f"stage, {plan.iterations} iterations"
         ),
         f"grid {x} x {y} x {z} blocks in clusters of {plan.cluster_size * s.share_rows}, "
@@ -75,6 +78,12 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
         f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_ring(plan)}",
         *_copy_lines(plan),
     ]
+    if plan.beside:
+        tiles = (
+            f"{tiles} of {p.column}"
+            for tiles, p in zip(plan.section_tiles, plan.sections, strict=True)
+        )
+        lines.append(f"tiles, one after the other: {', '.join(tiles)}")
     if s.share_rows > 1:
         lines.append(
             f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
@@ -98,11 +107,8 @@ def _operand_lines(plan: MatmulPlan) -> list[str]:
         )
     if plan.prologue is not None:
         lines.append(f"row operand, rewritten in the stage: {_text(plan, plan.prologue)}")
-    for i, p in enumerate(plan.vector_products):
-        vector = plan.vector_rows[p.vector]
-        text = "ones" if vector is None else _text(plan, vector)
-        weight = plan.arguments[plan.columns[p.column].argument].name
-        lines.append(f"vector{i} per column, in the same loop: {text} times {weight}")
+    for i, (vector, weight) in enumerate(_vector_names(plan)):
+        lines.append(f"vector{i} per column, in the same loop: {vector} times {weight}")
     for i, st in enumerate(plan.statistics):
         scale = f" * {st.scale:g}" if st.scale != 1 else ""
         text = _text(plan, st.source)
@@ -114,21 +120,31 @@ def _output_lines(plan: MatmulPlan) -> list[str]:
     """The expression of each output, and how it is stored."""
     lines: list[str] = []
     bulk = plan.schedule.bulk_store
-    for o in plan.outputs:
-        name = plan.arguments[o.view.argument].name
-        whole = plan.column in o.view.labels
-        how = f", {STORE_ROWS}x{STORE_COLUMNS} a bulk store" if whole and bulk else ""
-        how = how if whole else ", once per row"
-        lines.append(f"{name} = {_text(plan, o.expression)}{how}")
+    for p in plan.sections:
+        for o in p.outputs:
+            whole = p.column in o.view.labels
+            how = f", {STORE_ROWS}x{STORE_COLUMNS} a bulk store" if whole and bulk else ""
+            how = how if whole else ", once per row"
+            lines.append(f"{plan.names([o.view])} = {_text(p, o.expression)}{how}")
     if bulk and plan.pieced:
         loaded = plan.names(plan.loads[op] for op in plan.pieced)
         lines.append(f"{loaded}: a bulk load into the place of each piece that leaves")
     return lines
 
 
+def _vector_names(plan: MatmulPlan) -> Iterator[tuple[str, str]]:
+    """Every vector that is multiplied by column operands, and these."""
+    for i, product in enumerate(plan.vector_products):
+        vector = plan.vector_rows[product.vector]
+        text = "ones" if vector is None else _text(plan, vector)
+        products = (p.vector_products[i].column for p in plan.sections)
+        views = (p.columns[c] for p, c in zip(plan.sections, products, strict=True))
+        yield text, " or ".join(plan.names([v]) for v in views)
+
+
 def _ring(plan: MatmulPlan) -> str:
     """Contents of a stage: column operands, those along hidden labels, row operands."""
-    columns = plan.names(plan.columns.values())
+    columns = " or ".join(plan.names(p.columns.values()) for p in plan.sections)
     parts = [f"{columns} ({COLUMN_BLOCK} columns a box)"] if columns else []
     number = 0
     for t in plan.tails:

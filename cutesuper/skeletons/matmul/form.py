@@ -1,12 +1,13 @@
 """The matmul loop as rules for the search.
 
 The form has one mainloop over the contracted label, any number of products that share a row
-operand, statistics of the rows, products of the loop's results, an element-wise epilogue, and
-reductions along the columns.
+operand, of one width or of several, statistics of the rows, products of the loop's results, an
+element-wise epilogue, and reductions along the columns.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -28,7 +29,7 @@ from cutesuper.ir.block import (
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.dims import extent as dim_extent
 from cutesuper.skeletons.form import check_reductions
-from cutesuper.skeletons.matmul.plan import MAX_HIDDEN
+from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, MAX_HIDDEN
 
 #: most columns that are reduced: blocks of a cluster times columns of each
 MAX_REDUCED = 8 * 256
@@ -51,6 +52,8 @@ class MatmulForm:
             column operand is summed, beside the products of the rows: ``G[K] @ W[K, N]``. Never
             together with hidden labels. LayerNorm and Linear need them:
             ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``.
+        beside: labels of the columns of further products, of other widths: every block works for
+            one of these labels or for ``column``. Never together with hidden or reduced labels.
     """
 
     row: str
@@ -60,6 +63,12 @@ class MatmulForm:
     hidden: tuple[str, ...] = ()
     reduced: bool = False
     vectors: bool = False
+    beside: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """All labels of columns."""
+        return frozenset((self.column, *self.beside))
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
         """The loop alone, and the loop with a cluster (split-K); all other labels are grid axes."""
@@ -84,6 +93,8 @@ class MatmulForm:
         between = not everything.isdisjoint(self.hidden)
         if state.pending and not (between and self._shared(state)):
             return False
+        if len(everything & self.columns) > 1:
+            return False
         if any(self._column_side(x) for x in operands):
             return False
         staged = [self.contracted in x for x in operands if x]
@@ -91,7 +102,7 @@ class MatmulForm:
 
     def _column_side(self, labels: frozenset[str]) -> bool:
         """True if a value is an operand that only products take, or depends on one."""
-        free = {self.column, *self.hidden} & labels
+        free = self.columns.union(self.hidden) & labels
         return len(free) > 1 or (self.contracted in labels and bool(free))
 
     def _shared(self, state: State) -> bool:
@@ -106,22 +117,24 @@ class MatmulForm:
         if not labels.isdisjoint(self.hidden):
             return False
         if over == self.contracted:
-            return self.vectors or self.column not in labels
+            return self.vectors or self.columns.isdisjoint(labels)
         complete = not state.pending and not self._column_side(labels)
         return self.reduced and over == self.column and complete
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
         """True if rows or vectors come first, the column operand is a plain load, and the row
         operand is not a partial sum."""
-        if not b.loaded or self.row in b.labels or self.column in a.labels:
+        if not b.loaded or self.row in b.labels or not self.columns.isdisjoint(a.labels):
             return False
         vector = self.vectors and a.labels == frozenset((self.contracted,))
         if self.row not in a.labels and not vector:
             return False
-        free = {self.column, *self.hidden} & b.labels
+        free = self.columns.union(self.hidden) & b.labels
         if over == self.contracted:
             return len(free) == 1 and a.labels.isdisjoint(self.hidden) and not a.state.pending
-        return over in self.hidden and free == {self.column, over} and self._shared(a.state)
+        return (
+            over in self.hidden and free == frozenset((self.column, over)) and self._shared(a.state)
+        )
 
     def refuses(self, program: BlockProgram) -> str | None:
         """Reason why no size of a program is worth a price, though each obeys the rules; None if
@@ -144,7 +157,7 @@ def matmul_form(region: Region, program: LabelledProgram, products: list[Labelle
     looped = [op for op in first if op.over == contracted]
     tails = [op for op in products if op not in looped]
     hidden = tuple(dict.fromkeys(op.over for op in tails if op.over is not None))
-    row, column = _rows_and_columns(program, (tails or looped)[0], hidden)
+    row, (column, *beside) = _rows_and_columns(program, (tails or looped)[0], hidden)
     over = dict.fromkeys(
         op.over
         for i, op in enumerate(program.ops)
@@ -155,17 +168,19 @@ def matmul_form(region: Region, program: LabelledProgram, products: list[Labelle
             f"one kernel reduces over one dimension, this needs {shown(map(str, over))}"
         )
     reduced = _check_after(program, after, hidden, column)
-    for op in products:
-        _check_product(program, op, row, column, contracted, hidden)
-    inner = (row, column, contracted, *hidden)
+    inner = (row, column, contracted, *hidden, *beside)
     batch = tuple(d for d in program.dims if d not in inner)
-    vectors = _has_vectors(program, contracted, {column, *hidden})
+    vectors = _has_vectors(program, contracted, {column, *hidden, *beside})
+    form = MatmulForm(row, column, contracted, batch, hidden, reduced, vectors, tuple(beside))
+    for op in products:
+        _check_product(program, op, form)
+    _check_beside(program, looped, form)
+    _check_put(program, form)
     if vectors and hidden:
         raise SearchError(
             f"a vector of {column} beside a product over {shown(hidden)}, of what another product "
             "gives: another kernel"
         )
-    form = MatmulForm(row, column, contracted, batch, hidden, reduced, vectors)
     _check_extents(program, form)
     check_one_type(region, [op for op in program.of_kind("load") if _staged(region, op, form)])
     return form
@@ -181,19 +196,20 @@ def _has_vectors(program: LabelledProgram, contracted: str, free: set[str]) -> b
 
 def _rows_and_columns(
     program: LabelledProgram, product: LabelledOp, hidden: tuple[str, ...]
-) -> tuple[str, str]:
-    """The last two labels of the output; of a product, if only rows are stored."""
+) -> tuple[str, tuple[str, ...]]:
+    """The last two labels of the outputs, which may have different columns; those of a product, if
+    only rows are stored."""
     a, b = (program.ops[i].labels for i in product.inputs)
     ends = {tuple(labels_of(m)[-2:]) for _, m in program.outputs}
     whole = {e for e in ends if len(e) == 2 and not set(e) <= a and not set(e) <= b}
-    if len(whole) == 1:
-        (end,) = whole
-        return end
+    if len(whole) == 1 or (whole == ends and len({row for row, _ in whole}) == 1):
+        columns = {column for _, column in whole}
+        return next(row for row, _ in whole), tuple(d for d in program.dims if d in columns)
     rows = {labels_of(m)[-1] for _, m in program.outputs if labels_of(m)}
     free = [d for d in program.dims if d in (a | b) and d not in (product.over, *rows, *hidden)]
     if whole or len(rows) != 1 or not free:
         raise SearchError("a matrix product kernel stores tensors with the same rows and columns")
-    return rows.pop(), free[-1]
+    return rows.pop(), (free[-1],)
 
 
 def _check_after(
@@ -228,24 +244,53 @@ def _check_after(
     return reduced
 
 
-def _check_product(
-    program: LabelledProgram,
-    op: LabelledOp,
-    row: str,
-    column: str,
-    contracted: str,
-    hidden: tuple[str, ...],
-) -> None:
+def _check_product(program: LabelledProgram, op: LabelledOp, form: MatmulForm) -> None:
     """Check that one operand has the rows, the other one the columns or a hidden label."""
     a, b = (program.ops[i].labels - {op.over} for i in op.inputs)
-    free = {column} if op.over != contracted else {column, *hidden}
+    row, free = form.row, form.columns
+    free = free if op.over != form.contracted else free.union(form.hidden)
     sides = ((a, b), (b, a))
     if not any(row in x and row not in y and free & y and not free & x for x, y in sides):
-        raise SearchError(f"{row} and {column} are not the rows and columns of every product")
+        columns = shown((form.column, *form.beside))
+        raise SearchError(f"{row} and {columns} are not the rows and columns of every product")
+
+
+def _check_beside(program: LabelledProgram, looped: list[LabelledOp], form: MatmulForm) -> None:
+    """Check that columns of several widths need the same of a block, and nothing after the loop."""
+    if not form.beside:
+        return
+    for d in sorted(form.columns):
+        if dim_extent(program.dims[d]) < COLUMN_BLOCK:
+            raise SearchError(
+                f"{program.dims[d]} columns of {d} do not fill a tile of {COLUMN_BLOCK} beside "
+                "others: another kernel"
+            )
+    if form.hidden or form.reduced:
+        raise SearchError(
+            f"columns {shown(sorted(form.columns))} beside what is computed along "
+            f"{shown(form.hidden or (form.column,))} after the loop: another kernel"
+        )
+    counts = Counter(d for op in looped for d in op.labels & form.columns)
+    if len(set(counts.values())) > 1:
+        raise SearchError(
+            f"{shown(counts)} are the columns of {shown(map(str, counts.values()))} products; the "
+            "tiles of one kernel have equally many"
+        )
+
+
+def _check_put(program: LabelledProgram, form: MatmulForm) -> None:
+    """Check that rows of results are put where an index names, whole."""
+    for output, dim in program.put:
+        labels = program.outputs[output][1]
+        if labels[dim] in form.columns or form.columns.isdisjoint(labels):
+            raise SearchError(
+                f"output {output}: products are put by their rows; an index along the columns, or "
+                "of values of rows, is one of another kernel"
+            )
 
 
 def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
-    for name in (form.contracted, form.column, *form.hidden):
+    for name in (form.contracted, form.column, *form.beside, *form.hidden):
         extent: Dim = program.dims[name]
         if isinstance(extent, Symbol):
             raise SearchError(f"matmul: the extent {extent} may only be one of rows or batches")
@@ -265,15 +310,16 @@ def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
     mapping = labels_of(op.attributes["map"])
     tensor = op.attributes["tensor"]
     operands = {form.contracted, *form.hidden} & set(mapping)
-    matrix = len(operands | {form.row, form.column} & set(mapping)) > 1
-    staged = form.contracted in mapping or (matrix and operands and form.column in mapping)
+    columns = form.columns.intersection(mapping)
+    matrix = len(operands | {form.row, *form.columns} & set(mapping)) > 1
+    staged = form.contracted in mapping or (matrix and operands and columns)
     if staged and region.input_dtypes[tensor].itemsize != 2:
         raise SearchError(
             f"matmul in {region.input_dtypes[tensor]}: the tensor cores take float16 and bfloat16; "
             "convert the operands to one of them"
         )
-    inner = {form.contracted, form.column}
-    labels = (form.contracted, form.column, *form.hidden)
+    inner = {form.contracted, *form.columns}
+    labels = (form.contracted, *form.columns, *form.hidden)
     matrices = [set(p) for p in combinations(labels, 2) if set(p) <= set(mapping)]
     if matrices:
         if set(mapping[-2:]) not in matrices:

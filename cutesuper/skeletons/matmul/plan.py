@@ -17,7 +17,16 @@ from math import gcd
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, same_places, view_of
+from cutesuper.skeletons.base import (
+    Argument,
+    Indexed,
+    Limit,
+    Output,
+    Plan,
+    View,
+    same_places,
+    view_of,
+)
 from cutesuper.skeletons.matmul.copies import (
     PIECE,
     TURN_BYTES,
@@ -220,6 +229,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
         vector_rows: vectors by which column operands are multiplied as well, at most 8.
         vector_products: the row vectors that these give.
         shift: the row-side value that is moved next to zero, None if nothing cancels.
+        beside: the plans of the same program for other columns, which further tiles of the launch
+            compute, of the same shape and from the same rows; `BlockProgram.alternatives`.
     """
 
     program: BlockProgram
@@ -243,12 +254,30 @@ class MatmulPlan(Plan[MatmulSchedule]):
     vector_rows: VectorRows = ()
     vector_products: tuple[VectorProduct, ...] = ()
     shift: Shift | None = None
+    beside: tuple[MatmulPlan, ...] = ()
 
     def scheduled(self, schedule: MatmulSchedule) -> MatmulPlan:
         """This plan with another schedule; cached properties depend on none, and stay."""
         plan = object.__new__(MatmulPlan)
-        vars(plan).update(vars(self), schedule=schedule)
+        beside = tuple(p.scheduled(schedule) for p in self.beside)
+        vars(plan).update(vars(self), schedule=schedule, beside=beside)
         return plan
+
+    @property
+    def sections(self) -> tuple[MatmulPlan, ...]:
+        """This plan, and those of other columns."""
+        return (self, *self.beside)
+
+    @property
+    def section_tiles(self) -> list[int]:
+        """Tiles along the columns of each section, in whole clusters that share a row tile."""
+        share = self.schedule.share_rows
+        return [share * ceil_div(p.column_tiles, share) for p in self.sections]
+
+    @property
+    def column_tiles(self) -> int:
+        """Tiles along its own columns."""
+        return ceil_div(extent(self.program.dims[self.column]), self.tile[1])
 
     @property
     def dtype(self) -> str:
@@ -522,7 +551,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
             and self.arguments[v.argument].dtype in ("float16", "bfloat16") and step(v) == PIECE
         )  # fmt: skip
         few = len(self.outputs) == 1 and len(found) <= MAX_PIECED
-        return found if few and self.many_rows and self.can_bulk_store else ()
+        alone = not self.program.alternatives
+        return found if few and alone and self.many_rows and self.can_bulk_store else ()
 
     def store_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes of the pieces on their way to memory."""
@@ -577,28 +607,26 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """True if all outputs can be written with bulk stores."""
         # a static extent of 1 would vanish from the tensor map
         rows = self.tile[0] >= STORE_ROWS and self.program.dims[self.row] != 1
-        return self.stands_alone and rows and self.store_piece == PIECE
+        pieces = all(p.store_piece == PIECE for p in self.sections)
+        named = any(isinstance(o.view, Indexed) for p in self.sections for o in p.outputs)
+        return self.stands_alone and rows and pieces and not named
 
 
-def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[int, int, int]:
-    """The launch grid for ``columns`` x ``rows`` tiles of each slice of the batch."""
-    s = plan.schedule
-    if s.persistent:
-        return s.persistent, 1, 1
-    # `columns` may be a number of the traced launch, for which this division is right too
-    pairs = (columns + s.share_rows - 1) // s.share_rows
-    return s.share_rows * pairs * plan.cluster, rows, batch
+def tile_grid(plan: MatmulPlan, rows: int, batch: int) -> tuple[int, int, int]:
+    """The launch grid for ``rows`` row tiles of each slice of the batch."""
+    if plan.schedule.persistent:
+        return plan.schedule.persistent, 1, 1
+    return sum(plan.section_tiles) * plan.cluster, rows, batch
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:
     """Blocks along (columns x cluster, rows, batch); ``row_extent`` serves symbolic rows."""
-    dims, (m, n, _) = plan.program.dims, plan.tile
+    dims, m = plan.program.dims, plan.tile[0]
     rows = extent(dims[plan.row]) if row_extent is None else row_extent
     batch = 1
     for d in plan.batch:
         batch *= extent(dims[d])
-    columns = ceil_div(extent(dims[plan.column]), n)
-    return tile_grid(plan, columns, ceil_div(rows, m), batch)
+    return tile_grid(plan, ceil_div(rows, m), batch)
 
 
 # ------------------------------------------------------------------------------------------ limits
@@ -694,6 +722,9 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
             f"share_rows={s.share_rows}; use 1, 2, 4 or 8 blocks that load at least 8 of the {m} "
             "rows each"
         )
+    if s.share_rows > 1 and (single := [p.column for p in plan.sections if p.column_tiles == 1]):
+        # a dimension of one tile has no coordinates outside: both blocks would store that tile
+        yield f"share_rows={s.share_rows} blocks along {single[0]}, which has one tile; use 1"
     if (s.share_rows > 1 or s.persistent) and plan.copied:
         yield (
             f"share_rows={s.share_rows} and persistent={s.persistent} need operands that bulk "

@@ -10,6 +10,7 @@ from cutesuper.ir.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
     LOAD,
+    STORE,
     AxisKind,
     BlockOp,
     KernelStep,
@@ -47,16 +48,25 @@ class Roles:
 
     Of the extents, only those of the tile matter, and only for which side has the rows.
 
+    Args:
+        step: the kernel.
+        arguments: its tensors.
+        others: the labels of columns whose operations are left to another plan of `beside`.
+
     Attributes:
         sure: True if that side has them with every tile that planning takes.
     """
 
-    def __init__(self, step: KernelStep, arguments: tuple[Argument, ...]) -> None:
+    def __init__(
+        self, step: KernelStep, arguments: tuple[Argument, ...], others: tuple[str, ...] = ()
+    ) -> None:
         self.program = with_reciprocals(step.program, quotients_by_statistics(step.program))
         self.arguments = arguments
         self.where = f"kernel {step.name}"
         ops = self.program.ops
-        products = [i for i, op in enumerate(ops) if op.facets.contracts]
+        #: the operations that have a role
+        self.mine = [i for i, op in enumerate(ops) if set(op.dims).isdisjoint(others)]
+        products = [i for i in self.mine if ops[i].facets.contracts]
         after = self.program.dependence.after(products)
         first = [ops[i].attributes["over"] for i in products if after.isdisjoint(ops[i].inputs)]
         if not first:
@@ -78,7 +88,7 @@ class Roles:
         self.products = [i for i in of_rows if self.hidden.isdisjoint(ops[i].dims)]
         self.inner = [i for i in of_rows if i not in self.products]
         self._orient()
-        sums = [i for i, op in enumerate(ops) if self._is_column_sum(op)]
+        sums = [i for i in self.mine if self._is_column_sum(ops[i])]
         #: operations that multiply a column operand by a vector, or by ones
         self.vectors = sorted({*looped, *sums} - {*of_rows})
         if self.vectors and self.hidden:
@@ -179,7 +189,8 @@ class Roles:
                 self.sure = columns == sides[0][1]
                 inner = {self.row, self.column, self.contracted, *self.hidden}
                 # also labels that no operand has: an epilogue that repeats a product
-                self.batch = tuple(d for d in self.program.dims if d not in inner)
+                outer = {d for i in self.mine for d in ops[i].dims} - inner
+                self.batch = tuple(d for d in self.program.dims if d in outer)
                 return
         raise LoweringError(
             f"{self.where}: no orientation fits: one operand of every product must be a tensor in "
@@ -193,7 +204,7 @@ class Roles:
         return any(op.facets.reduces in FOLDED and op.attributes["over"] in labels for op in ops)
 
     def _last_in_store(self, labels: list[str]) -> bool:
-        last = [op.attributes["map"][-1] for op in self.program.stores()]
+        last = [op.attributes["map"][-1] for op in self._stores()]
         return bool(labels) and all(d == labels[0] for d in last)
 
     def _fits(self, rows: list[str], columns: list[str], row_operand: int) -> bool:
@@ -217,6 +228,9 @@ class Roles:
 
     def _view(self, i: int) -> View:
         return view_of(self.program.ops[i], self.arguments)
+
+    def _stores(self) -> list[BlockOp]:
+        return [op for i in self.mine if (op := self.program.ops[i]).kind == STORE]
 
     def _is_load(self, i: int) -> bool:
         return self.program.ops[i].kind == LOAD
@@ -380,7 +394,8 @@ class Roles:
     def _statistics(self) -> tuple[Statistic, ...]:
         ops = self.program.ops
         found: list[Statistic] = []
-        for i, op in enumerate(ops):
+        for i in self.mine:
+            op = ops[i]
             if op.facets.reduces not in FOLDED or i in self.vectors:
                 continue
             if op.attributes["over"] == self.column:  # see `_reductions`
@@ -440,7 +455,7 @@ class Roles:
             return fuse(self.program, e.leaves[0], is_leaf, f"{self.where}, {what}")
 
         ends = Ends(
-            tuple(self._stored(op, fused, products) for op in self.program.stores()),
+            tuple(self._stored(op, fused, products) for op in self._stores()),
             tuple(replace(t, source=fused(t.source, f"product over {t.hidden}")) for t in tails),
             tuple(
                 replace(r, source=fused(r.source, f"reduction over {self.column}"))
@@ -490,6 +505,57 @@ class Roles:
         if not products & set(expression.leaves):
             raise LoweringError(f"{self.where}, {what}: it does not depend on a product")
         return Output(view_of(op, self.arguments), expression)
+
+
+def plan_of(
+    step: KernelStep, arguments: tuple[Argument, ...], schedule: MatmulSchedule
+) -> tuple[MatmulPlan, bool]:
+    """The plan of a kernel, with those of further columns beside it, and True if other tiles would
+    not change its roles. Raises LoweringError."""
+    columns = step.program.alternatives
+    parts = [
+        Roles(step, arguments, tuple(d for d in columns if d != own)) for own in columns or ("",)
+    ]
+    plans = [roles.plan(schedule) for roles in parts]
+    sure = all(roles.sure for roles in parts)
+    if not columns:
+        return plans[0], sure
+    values = {i: e for p in plans for i, e in p.row_values.items()}
+    plans = [replace(p, row_values=values) for p in plans]
+    check_beside(plans, parts[0].where)
+    return replace(plans[0], beside=tuple(plans[1:])), sure
+
+
+def check_beside(plans: list[MatmulPlan], where: str) -> None:
+    """Check that tiles of several columns have one shape and read the same rows. Raises
+    LoweringError."""
+    first = plans[0]
+    for p in plans[1:]:
+        if p.tile != first.tile or p.batch != first.batch or _loop(p) != _loop(first):
+            raise LoweringError(
+                f"{where}: columns {first.column} and {p.column} need other tiles, rows or "
+                "products of a loop; compute them by two kernels"
+            )
+    if copied := [v for p in plans for v in p.copied.values()]:
+        raise LoweringError(
+            f"{where}: {first.names(copied)}: rows begin at no multiples of 16 bytes, which a "
+            "kernel of several columns does not copy; compute them by a kernel each"
+        )
+    columns = [v.stride(p.column) == 1 for p in plans for v in p.columns.values()]
+    if len(set(columns)) > 1:
+        raise LoweringError(
+            f"{where}: the column operands must all be contiguous along the columns, or all along "
+            f"{first.contracted}"
+        )
+
+
+def _loop(plan: MatmulPlan) -> tuple[object, ...]:
+    """All that the loop over the contracted label does besides loading column operands."""
+    column = list(plan.columns)
+    products = tuple(plan.finals[final] for _, final in plan.products)
+    vectors = tuple((column.index(p.column), p.vector) for p in plan.vector_products)
+    rows = plan.rows, plan.vectors, plan.prologue, plan.statistics, plan.vector_rows
+    return products, vectors, *rows, plan.tails, plan.reductions
 
 
 @dataclass(frozen=True)

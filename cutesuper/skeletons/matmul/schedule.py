@@ -123,15 +123,15 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     Pairs and walks load nothing before the dependency wait, so with ``dependent_launch`` only
     kernels with more tiles than multiprocessors use them: there only the first tiles wait.
     """
-    m, n, _ = plan.tile
+    m = plan.tile[0]
     dims = plan.program.dims
     large = SETTINGS.choose(target, "share", rows=m)["walk"]
     if not schedule.bulk_store or not large or schedule.warpgroups < 2 or plan.copied:
         return schedule
-    columns = ceil_div(extent(dims[plan.column]), n)
-    share = shared_by(columns, m, target)
+    share = min(shared_by(p.column_tiles, m, target) for p in plan.sections)
     slots = share * target.clusters[share]
-    tiles = share * ceil_div(columns, share) * ceil_div(extent(dims[plan.row]), m)
+    columns = sum(share * ceil_div(p.column_tiles, share) for p in plan.sections)
+    tiles = columns * ceil_div(extent(dims[plan.row]), m)
     for label in plan.batch:
         tiles *= extent(dims[label])
     walks = tiles > slots

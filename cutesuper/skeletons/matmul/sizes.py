@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
@@ -26,7 +27,7 @@ from cutesuper.skeletons.matmul.plan import (
     exceeded,
     exceeded_by_tile,
 )
-from cutesuper.skeletons.matmul.roles import Roles
+from cutesuper.skeletons.matmul.roles import plan_of
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
 from cutesuper.skeletons.matmul.settings import SETTINGS
 from cutesuper.targets import Target
@@ -89,11 +90,12 @@ class _Plans:
     def _recognised(self, program: BlockProgram) -> MatmulPlan:
         if self.known is not None:
             resized = replace(self.known.program, axes=program.axes, tile=program.tile)
-            return replace(self.known, program=resized)
+            beside = tuple(replace(p, program=resized) for p in self.known.beside)
+            return replace(self.known, program=resized, beside=beside)
         step = KernelStep("of this structure", program)
-        roles = Roles(step, arguments_of(step, self.setting.tensors))
-        plan = roles.plan(MatmulSchedule(stages=1))
-        self.known = plan if roles.sure else None
+        arguments = arguments_of(step, self.setting.tensors)
+        plan, sure = plan_of(step, arguments, MatmulSchedule(stages=1))
+        self.known = plan if sure else None
         return plan
 
 
@@ -127,13 +129,9 @@ def _matmul_tiles(
     for row in _row_choices(form, rows, between + min(widths), target):
         for columns in widths:
             for inner in depths:
-                tile = {
-                    **dict.fromkeys(form.batch, 1),
-                    **hidden,
-                    form.row: row,
-                    form.column: columns,
-                    form.contracted: inner,
-                }
+                tile: dict[str, int] = {**dict.fromkeys(form.batch, 1), **hidden}
+                tile |= {form.row: row, form.contracted: inner}
+                tile |= zip(form.columns, repeat(columns))
                 for cluster in CLUSTERS[1:] if split else CLUSTERS[:1]:
                     if form.reduced:
                         whole = ceil_div(n, columns) == cluster

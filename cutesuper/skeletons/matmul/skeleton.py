@@ -16,12 +16,12 @@ from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.skeletons.base import Plan, Skeleton, arguments_of
 from cutesuper.skeletons.cost import Setting, Sized, additive_price
-from cutesuper.skeletons.form import Form, check_index, needs_positions, single_reduction, unsized
+from cutesuper.skeletons.form import Form, check_taken, needs_positions, single_reduction, unsized
 from cutesuper.skeletons.legality import is_chained, refuse_index, without_running_state
 from cutesuper.skeletons.matmul.explain import matmul_lines
 from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
 from cutesuper.skeletons.matmul.plan import MatmulPlan, exceeded, exceeded_by_tile
-from cutesuper.skeletons.matmul.roles import Roles
+from cutesuper.skeletons.matmul.roles import plan_of
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
 from cutesuper.skeletons.matmul.sizes import matmul_sizes
 from cutesuper.targets import Target
@@ -45,7 +45,7 @@ class Matmul(Skeleton):
         products = matrix_products(program)
         if not products:
             return None
-        check_index(region)
+        check_taken(region)
         labels = [op.kind for op in region.ops if lookup(op.kind).counts == Counts.LABELS]
         if labels:
             raise SearchError(f"{labels[0]} reads labels, which kernels with products do not")
@@ -81,9 +81,10 @@ class Matmul(Skeleton):
         own = tuple(a.kind for a in program.axes_of(reduced[0]))
         if not rows or not columns or AxisKind.LOOP not in own:
             return None
-        batch = [d for d in program.dims if d not in (rows[-1], columns[-1], *reduced)]
+        beside = tuple(d for d in program.alternatives if d != columns[-1])
+        batch = [d for d in program.dims if d not in (rows[-1], columns[-1], *reduced, *beside)]
         kinds = dict.fromkeys(program.dims, (AxisKind.GRID,)) | {reduced[0]: own}
-        form = MatmulForm(rows[-1], columns[-1], reduced[0], tuple(batch))
+        form = MatmulForm(rows[-1], columns[-1], reduced[0], tuple(batch), beside=beside)
         return unsized(program, kinds), form
 
     def runs(self, step: KernelStep) -> bool:
@@ -93,10 +94,10 @@ class Matmul(Skeleton):
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """Recognise the roles and choose a schedule; sizing holds plans against the same limits."""
         target = setting.target
-        refuse_index(step)
+        refuse_index(step, stores=False)
         step = without_running_state(step, setting.tensors)
-        roles = Roles(step, arguments_of(step, setting.tensors))
-        plan = roles.plan(schedule or MatmulSchedule(stages=1))
+        arguments = arguments_of(step, setting.tensors)
+        plan, _ = plan_of(step, arguments, schedule or MatmulSchedule(stages=1))
         limit = exceeded_by_tile(plan)
         if limit is None and schedule is None:
             plan = plan.scheduled(default_schedule(plan, target, setting.dependent_launch))

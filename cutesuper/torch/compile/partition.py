@@ -1,8 +1,9 @@
 """Partition of the nodes of a traced program into regions.
 
-Regions grow along the program: a node joins the regions that it reads from if the result still has
-a kernel graph and no node outside lies between. Views that split dimensions (heads of a projection,
-say) end a region by themselves, because the result has no kernel graph.
+Regions grow along the program: a node joins the regions that it reads from, or a product those of
+products of its row operand, if the result still has a kernel graph and no node outside lies
+between. Views that split dimensions (heads of a projection, say) end a region by themselves,
+because the result has no kernel graph.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cutesuper.torch.compile.graph_builder import INTEGERS, Unsupported
 from cutesuper.torch.compile.length_masks import lengths_of, unread
 from cutesuper.torch.compile.likeness import Likeness
 from cutesuper.torch.compile.region import Region, convert
-from cutesuper.torch.compile.table import entry_of, is_free, products, unknown
+from cutesuper.torch.compile.table import entry_of, is_free, products, rows_of, unknown
 
 #: most nodes and products of a region: a search over more takes longer than 10 s and finds no more
 MOST_NODES, MOST_PRODUCTS = 48, 8
@@ -147,6 +148,7 @@ class _Growing:
         least this many products."""
         sources = {p for n in loose for p in _producers(n)}
         near = sorted({self._region[p] for p in sources if p in self._region})
+        near = near or self._beside(loose)
         choices = [near] + ([[n] for n in reversed(near)] if len(near) > 1 else [])
         if near:
             choices.append([])
@@ -181,6 +183,16 @@ class _Growing:
         self._keep(rest)
         self._keep(masked)
         return True
+
+    def _beside(self, nodes: Sequence[fx.Node]) -> list[int]:
+        """The regions of products that share their row operand with products among some nodes: as
+        for queries, keys and values, one launch reads it."""
+        found: set[int] = set()
+        for rows in {r for n in nodes if (r := rows_of(n)) is not None}:
+            readers = reachable(rows.users, lambda n: n.users if is_free(n) else ())
+            found |= {self._region[n] for n in readers
+                      if n in self._region and rows_of(n) is rows}  # fmt: skip
+        return sorted(found)
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:
         """A node and those of its operands that are in no region yet, and could be."""

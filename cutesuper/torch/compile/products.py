@@ -68,6 +68,9 @@ class Product(Entry):
             return s.broadcast(node, [result, s.of(a[self.added])])
         return result
 
+    def rows(self, a: Arguments) -> Any:
+        return a[self.left]
+
     def matrix(self, w: Value) -> Value:
         """The second operand as ``[..., K, N]``."""
         return Value((*w.dims[:-2], w.dims[-1], w.dims[-2]), w.absent) if self.transposed else w

@@ -49,6 +49,10 @@ class Entry:
         del a
         return False
 
+    def rows(self, a: Arguments) -> Any:
+        """The row operand of a product; None for other operators."""
+        del a
+
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         """The `Value` of its result, or a tuple of them. Raises Unsupported, Mismatch."""
         raise NotImplementedError
@@ -204,6 +208,15 @@ def products(node: fx.Node) -> int:
     """The number of products of matrices in a node."""
     entry = entry_of(node)
     return 0 if entry is None else entry.products
+
+
+def rows_of(node: fx.Node) -> fx.Node | None:
+    """The row operand of a product, through views; None for other operators."""
+    entry = entry_of(node)
+    found = None if entry is None else entry.rows(arguments_of(node))
+    while isinstance(found, fx.Node) and is_free(found) and found.all_input_nodes:
+        found = found.all_input_nodes[0]
+    return found
 
 
 def is_free(node: fx.Node) -> bool:

@@ -22,18 +22,20 @@ class Consumer:
     """Multiplies all tiles of this block, each finished before the next."""
 
     def __init__(
-        self, known: Known, sharing: Sharing, walk: Walk, tails: Tails, epilogue: Epilogue
+        self, known: Known, sharing: Sharing, walk: Walk, tails: Tails, epilogues: list[Epilogue]
     ) -> None:
         self.k, self.sharing, self.walk = known, sharing, walk
-        self.tails, self.epilogue = tails, epilogue
-        self.prefetch = Prefetch(known)
+        self.tails, self.epilogues = tails, epilogues
+        #: what all sections have in common is that of the first one
+        self.epilogue = epilogues[0]
+        self.prefetches = [Prefetch(e.k) for e in epilogues]
         self.main, self.inner, self.after = known.groups
         self.per_group = known.blocks // known.warpgroups
         self.instruction_rows = known.plan.instruction_rows
 
     @cute.jit
     def run(self, here, outs):
-        """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`."""
+        """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`, by section."""
         at = here.memory.ring.first()
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
@@ -50,8 +52,10 @@ class Consumer:
         k, memory, ring = self.k, here.memory, here.memory.ring
         cores, rows = k.cores, self.instruction_rows
         group = here.warp // 4
-        self.prefetch.run(here)
-        self.epilogue.tile_store.ask(here, outs, True)
+        for n, prefetch in enumerate(self.prefetches):
+            if here.tile.section == n:
+                prefetch.run(here)
+        self.epilogue.tile_store.ask(here, outs[0], True)
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.main.views else inner[0]
@@ -89,10 +93,12 @@ class Consumer:
         if cutlass.const_expr(self.walk.persistent):
             ring.release(previous, here.lane, self.sharing.blocks)
         self.epilogue.begin()
-        self.epilogue.tile_store.ask(here, outs, False)
+        self.epilogue.tile_store.ask(here, outs[0], False)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.run(behind, accumulators, hidden, here)
-        self.epilogue.run(accumulators, vectors.accumulators, here, outs)
+        for n, epilogue in enumerate(self.epilogues):
+            if here.tile.section == n:
+                epilogue.run(accumulators, vectors.accumulators, here, outs[n])
         return at
 
     def multiply(

@@ -203,14 +203,15 @@ class Memory:
 @dataclass(frozen=True)
 class Tile:
     """A tile of the output: indices along rows and columns, the ``rank`` in the split of the
-    contracted label, the coordinates along batch labels, and the number of tiles before it in this
-    block."""
+    contracted label, the coordinates along batch labels, the number of tiles before it in this
+    block, and the index in `MatmulPlan.sections` of the columns."""
 
     row: Any
     column: Any
     rank: Any
     batch: dict[str, Any]
     turn: Any = 0
+    section: Any = 0
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from cutlass import Int32
 from cutesuper.device.cluster import push
 from cutesuper.device.fragments import PIECE, fetched, fragment, stored
 from cutesuper.device.launch import wait_for_predecessor
-from cutesuper.device.memory import neighbours, put
-from cutesuper.skeletons.kernel.arguments import dtype_of
+from cutesuper.device.memory import neighbours, one, put
+from cutesuper.skeletons.base import Indexed, View
+from cutesuper.skeletons.kernel.arguments import dtype_of, named_row
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
 from cutesuper.skeletons.matmul.kernel.leaves import Leaves
 from cutesuper.skeletons.matmul.kernel.reductions import ColumnReductions
@@ -245,9 +246,10 @@ class Epilogue:
             m, n = here.tile.row * k.m + row, here.tile.column * k.n + column
             if m < rows and n < columns:
                 source = (tile + (row * (k.n + PIECE) + column)).align(2 * size)
-                offset = base + m * view.stride(plan.row) + n
-                target = (tensors[view.argument].iterator + offset).align(2 * size)
-                cute.autovec_copy(fetched(neighbours(source, size)), neighbours(target, size))
+                place, known = self.row(view, m, here)
+                target = (tensors[view.argument].iterator + (base + place + n)).align(2 * size)
+                if known:
+                    cute.autovec_copy(fetched(neighbours(source, size)), neighbours(target, size))
 
     def own(self, accumulators: Any, vectors: Any, i: int, half: int, here: Here) -> list[Any]:
         """Every product's sums for one column of a thread, then those of vectors."""
@@ -279,5 +281,15 @@ class Epilogue:
         for v in cutlass.range_constexpr(k.values):
             m = here.tile.row * k.m + self.leaves.row_of(v, quarter)
             if m < rows:
-                place = here.tensors[view.argument].iterator + (base + m * view.stride(plan.row))
-                put(place, converted[v])
+                row, known = self.row(view, m, here)
+                place = here.tensors[view.argument].iterator + (base + row)
+                if known:
+                    put(place, converted[v])
+
+    def row(self, view: View, m: Any, here: Here) -> tuple[Any, Any]:
+        """Offset of a row of an output, and true if there is such a row."""
+        if not isinstance(view, Indexed):
+            return m * view.stride(self.k.plan.row), True
+        base = self.k.batch_offset(view.index, here.tile.batch)
+        at = base + m * view.index.stride(self.k.plan.row)
+        return named_row(view, one(here.tensors[view.index.argument].iterator + at)[0])

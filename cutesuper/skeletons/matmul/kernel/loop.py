@@ -44,18 +44,29 @@ class MatmulKernel:
         self.k = known = Known.of(plan)
         self.sharing = sharing = Sharing(plan)
         self.row_tile = tile = RowTile(known, sharing)
-        walk, leaves = Walk(known, sharing), Leaves(known)
+        self.walk = walk = Walk(known, sharing)
+        leaves = Leaves(known)
         self.vectors = VectorTile(known, tile)
         self.row_side = RowSide(known, tile, sharing, walk, self.vectors)
         self.tails = Tails(known, leaves)
         self.reductions = ColumnReductions(known, leaves, self.vectors)
         self.tile_store = TileStore(known, leaves)
         epilogue = Epilogue(known, leaves, self.vectors, self.reductions, self.tile_store)
+        beside = [self.epilogue_of(Known.of(p)) for p in plan.beside]
+        #: of all sections, in their order
+        self.epilogues = [epilogue, *beside]
         self.producer = Producer(known, sharing, walk, self.tails)
         self.copies = Copies(known)
-        self.consumer = Consumer(known, sharing, walk, self.tails, epilogue)
+        self.consumer = Consumer(known, sharing, walk, self.tails, self.epilogues)
         #: True if blocks wait for each other before they use each other's shared memory
         self.grouped = plan.cluster_size > 1 or sharing.active
+
+    def epilogue_of(self, known: Known) -> Epilogue:
+        """The end of the tiles of other columns, which has no reductions."""
+        leaves = Leaves(known)
+        vectors = VectorTile(known, self.row_tile)
+        reductions = ColumnReductions(known, leaves, vectors)
+        return Epilogue(known, leaves, vectors, reductions, TileStore(known, leaves))
 
     # ------------------------------------------------------------------------------------ host
 
@@ -65,14 +76,15 @@ class MatmulKernel:
         tensors, stream = list(args[:-1]), args[-1]
         k, plan = self.k, self.plan
         rows = k.row_layout(k.m, k.stages * k.chunks)
-        atoms = self.producer.atoms(tensors) + self.tile_store.atoms(tensors)
+        atoms = self.producer.atoms(tensors)
+        for epilogue in self.epilogues:
+            atoms = atoms + epilogue.tile_store.atoms(tensors)
         row_tiles = cute.ceil_div(k.extents.of(plan.row, tensors), k.m)
-        column_tiles = cute.ceil_div(k.extents.of(plan.column, tensors), k.n)
         batch = 1
         for label in plan.batch:
             batch = batch * k.extents.of(label, tensors)
         self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, rows).launch(
-            grid=tile_grid(plan, column_tiles, row_tiles, batch),
+            grid=tile_grid(plan, row_tiles, batch),
             block=(plan.threads, 1, 1),
             cluster=(plan.cluster_size * self.sharing.blocks, 1, 1),
             stream=stream,
@@ -99,14 +111,18 @@ class MatmulKernel:
         rank = Int32(0)
         if cutlass.const_expr(k.cluster > 1):
             rank = rank_in_cluster()
-        tile_n, tile_m = bx // k.cluster, by
-        tile = Tile(tile_m, tile_n, rank, k.batch_index(bz, tensors))
+        section, column = self.walk.section(bx // k.cluster)
+        tile = Tile(by, column, rank, k.batch_index(bz, tensors), section=section)
         memory = self.allocate(row_layout)
         if warp == 0:
             ask_for_descriptors(atoms)
-        count = len(atoms) - self.tile_store.count
+        count = len(atoms) - sum(e.tile_store.count for e in self.epilogues)
         loads = self.producer.partition(atoms[:count], coords[:count], memory)
-        outs = self.tile_store.partition(atoms[count:], coords[count:], memory)
+        outs = []
+        for epilogue in self.epilogues:
+            end = count + epilogue.tile_store.count
+            outs.append(epilogue.tile_store.partition(atoms[count:end], coords[count:end], memory))
+            count = end
 
         pieces = self.row_side.shift.fragments()
         if cutlass.const_expr(len(pieces) > 0 and not k.dependent):

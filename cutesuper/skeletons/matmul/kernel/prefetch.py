@@ -1,4 +1,5 @@
-"""Prefetch into L2 of the tensors that the epilogue loads (biases, residuals), before the mainloop.
+"""Prefetch into L2 of the tensors that the epilogue loads (biases, residuals, the index by which
+rows are put), before the mainloop.
 
 While weights stream, a load from memory waits 2 to 5 us in the queue; after the loop nothing hides
 that. Only L2 is filled, which all writers share, so the prefetch is also correct for tensors that
@@ -12,7 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from cutesuper.skeletons.base import View
+from cutesuper.skeletons.base import Indexed, View
 from cutesuper.skeletons.kernel.arguments import dtype_of
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Tile
 
@@ -27,6 +28,7 @@ class Prefetch:
         plan = known.plan
         bulk = [t.source.leaves[0] for t in plan.tails if plan.loaded(t) is not None]
         self.views = [v for op, v in plan.loads.items() if op not in bulk]
+        self.views += [o.view.index for o in plan.outputs if isinstance(o.view, Indexed)]
 
     @cute.jit
     def run(self, here):

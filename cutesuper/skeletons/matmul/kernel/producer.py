@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.memory import EVICT_FIRST, EVICT_LAST, bulk_load, partition, tile_atom
 from cutesuper.skeletons.kernel.arguments import labelled
-from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
+from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup, column_groups
 from cutesuper.skeletons.matmul.kernel.context import Known, Loads, Memory
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.tails import Tails
@@ -22,14 +22,15 @@ from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
 class Producer:
     """The bulk loads of a block. Operands come in one order everywhere: columns, rows, vectors,
     columns of hidden labels, then columns and rows of the products after the loop; those that
-    threads copy are left out."""
+    threads copy are left out. The columns are those of all sections, of which each tile has one."""
 
     def __init__(self, known: Known, sharing: Sharing, walk: Walk, tails: Tails) -> None:
         self.k, self.sharing, self.walk, self.tails = known, sharing, walk, tails
         self.main, self.inner, self.after = known.groups
         plan = known.plan
         groups = [x for g in (*self.inner, *self.after) for x in g.views]
-        operands = (*plan.columns, *plan.rows, *plan.vectors, *groups)
+        columns = [x for p in plan.sections for x in p.columns]
+        operands = (*columns, *plan.rows, *plan.vectors, *groups)
         #: place of an operand among the bulk loads, by operation
         self.order = {op: n for n, op in enumerate(o for o in operands if o not in plan.copied)}
         # a box of 64-element chunks needs whole chunks, and all of their rows; otherwise there is
@@ -49,10 +50,9 @@ class Producer:
     def atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
         """The TMA loads, each with its coordinate tensor."""
         atoms = [
-            *self.column_atoms(self.main, tensors),
-            *self.row_atoms(tensors),
-            *self.vector_atoms(tensors),
+            a for p in self.k.plan.sections for a in self.column_atoms(column_groups(p)[0], tensors)
         ]
+        atoms += [*self.row_atoms(tensors), *self.vector_atoms(tensors)]
         for group in (*self.inner, *self.after):
             atoms += self.column_atoms(group, tensors)
         return atoms + self.tails.row_atoms(tensors)
@@ -106,7 +106,7 @@ class Producer:
     def boxes(self, memory: Memory) -> list[Any]:
         """Shared memory and shape of a box of each operand."""
         k, hidden = self.k, memory.hidden
-        columns = [op for op in k.plan.columns if op in self.order]
+        columns = [op for p in k.plan.sections for op in p.columns if op in self.order]
         boxes: list[Any] = [(memory.columns, (COLUMN_BLOCK, k.k)) for _ in columns]
         for op, ring in zip(k.plan.rows, memory.rows, strict=True):
             if op not in self.order:
@@ -197,18 +197,13 @@ class Producer:
     def load_stage(self, loads, memory, tile, iteration, stage, early: cutlass.Constexpr):
         """Issue one stage's loads: those that may come before the dependency wait (``early``), or
         the others."""
-        k, plan, blocks = self.k, self.k.plan, self.k.blocks
+        k, plan = self.k, self.k.plan
         atoms, slots, sources = loads.atoms, loads.slots, loads.sources
         full = memory.ring.full[stage]
         depth = tile.rank * plan.iterations + iteration
-        hint = EVICT_FIRST if plan.schedule.stream_columns else None
-        for w, (op, view) in enumerate(plan.columns.items()):
-            if cutlass.const_expr(k.is_bulk(op, early)):
-                at, i = tuple(tile.batch[d] for d in k.batch_of(view)), self.order[op]
-                for b in cutlass.range_constexpr(blocks):
-                    slot = stage * self.main.boxes + w * blocks + b
-                    source = sources[i][(None, tile.column * blocks + b, depth, *at)]
-                    bulk_load(atoms[i], source, slots[i][None, slot], full, hint)
+        for n, section in enumerate(plan.sections):
+            if tile.section == n:
+                self.load_columns(loads, full, tile, depth, stage, section, early)
         for op, view in plan.rows.items():
             if cutlass.const_expr(k.is_bulk(op, early)):
                 at = tuple(tile.batch[d] for d in k.batch_of(view))
@@ -219,6 +214,22 @@ class Producer:
                 source = sources[i][None, depth]
                 bulk_load(atoms[i], source, slots[i][None, stage], full, EVICT_LAST)
         self.load_inner(loads, full, tile, depth, stage, early)
+
+    @cute.jit
+    def load_columns(
+        self, loads, full, tile, depth, stage, section: cutlass.Constexpr, early: cutlass.Constexpr
+    ):
+        """Load one stage of the column operands of a section."""
+        k, blocks = self.k, self.k.blocks
+        atoms, slots, sources = loads.atoms, loads.slots, loads.sources
+        hint = EVICT_FIRST if section.schedule.stream_columns else None
+        for w, (op, view) in enumerate(section.columns.items()):
+            if cutlass.const_expr(k.is_bulk(op, early)):
+                at, i = tuple(tile.batch[d] for d in k.batch_of(view)), self.order[op]
+                for b in cutlass.range_constexpr(blocks):
+                    slot = stage * self.main.boxes + w * blocks + b
+                    source = sources[i][(None, tile.column * blocks + b, depth, *at)]
+                    bulk_load(atoms[i], source, slots[i][None, slot], full, hint)
 
     @cute.jit
     def load_inner(self, loads, full, tile, depth, stage, early: cutlass.Constexpr):

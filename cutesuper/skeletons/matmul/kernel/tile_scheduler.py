@@ -13,6 +13,7 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cutlass_dsl import select_
 
 from cutesuper.skeletons.matmul.kernel.context import Known, Tile
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
@@ -27,10 +28,20 @@ class Walk:
         self.persistent = s.persistent > 0
         self.clusters = s.persistent // s.share_rows
 
-    def columns(self, tensors: list[cute.Tensor]) -> Any:
+    def columns(self) -> int:
         """Number of steps along the columns; each covers a cluster's tiles."""
-        k = self.k
-        return cute.ceil_div(k.extents.of(k.plan.column, tensors), k.n * self.sharing.blocks)
+        return sum(self.k.plan.section_tiles) // self.sharing.blocks
+
+    def section(self, column: Any) -> tuple[Any, Any]:
+        """Index in `MatmulPlan.sections`, and the tile among its columns, of the ``column``-th tile
+        of all."""
+        section, own, start = 0, column, 0
+        for n, tiles in enumerate(self.k.plan.section_tiles[:-1]):
+            start += tiles
+            beyond = column >= start
+            section = select_(beyond, Int32(n + 1), Int32(section))
+            own = select_(beyond, column - start, own)
+        return section, own
 
     def rows(self, tensors: list[cute.Tensor]) -> Any:
         """Number of row tiles."""
@@ -40,7 +51,7 @@ class Walk:
     def run(self, tensors):
         """First step of this block's cluster, and end; the steps are `clusters` apart."""
         k = self.k
-        total = Int32(self.columns(tensors) * self.rows(tensors))
+        total = Int32(self.columns() * self.rows(tensors))
         for label in k.plan.batch:
             total = total * k.extents.of(label, tensors)
         bx, _, _ = cute.arch.block_idx()
@@ -49,7 +60,7 @@ class Walk:
     @cute.jit
     def place(self, step, tensors):
         """Row tile, column step and slice of the batch of one step."""
-        columns, rows = self.columns(tensors), self.rows(tensors)
+        columns, rows = self.columns(), self.rows(tensors)
         of_group = self.k.plan.group * columns
         inside = step % (columns * rows)
         group = inside // of_group
@@ -66,10 +77,10 @@ class Walk:
     @cute.jit
     def tile(self, step, tensors):
         """The tile of one step."""
-        row, column, part = self.place(step, tensors)
-        column = column * self.sharing.blocks + self.sharing.rank()
-        batch = self.k.batch_index(part, tensors)
-        return Tile(row, column, Int32(0), batch, step // self.clusters)
+        row, column, slice_ = self.place(step, tensors)
+        section, column = self.section(column * self.sharing.blocks + self.sharing.rank())
+        batch = self.k.batch_index(slice_, tensors)
+        return Tile(row, column, Int32(0), batch, step // self.clusters, section)
 
     @cute.jit
     def fresh(self, step, first, tensors):

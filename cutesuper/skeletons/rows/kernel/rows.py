@@ -9,8 +9,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, Int64
-from cutlass.cutlass_dsl import select_
+from cutlass import Float32, Int32
 
 from cutesuper.device.fragments import NEUTRAL, combine, fragment, packed, reduced, stored, widen
 from cutesuper.device.launch import start_successor, wait_for_predecessor
@@ -20,7 +19,7 @@ from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.base import Indexed, View
-from cutesuper.skeletons.kernel.arguments import Extents, dtype_of
+from cutesuper.skeletons.kernel.arguments import Extents, dtype_of, named_row
 from cutesuper.skeletons.rows.plan import RowPlan
 
 #: shared memory that two blocks without a ring need at most, in percent of an SM's; the rest is L1
@@ -244,15 +243,11 @@ class RowKernel:
     def place(
         self, view: Indexed, tensors: list[cute.Tensor], row: Any, column: Any = 0
     ) -> tuple[Any, Any]:
-        """Offset in elements of what an index names, counted from the end if it is below 0, and
-        true if the table has it; the offset of the first row if it has not."""
+        """See `named_row`."""
         first = self.offset(view.index, tensors, row)
         at = first + column * view.index.stride(self.plan.column)
         index = one(tensors[view.index.argument].iterator + at)[0]
-        known = (index >= -view.count) & (index < view.count)
-        inside = Int32(select_(known, Int32(index), Int32(0)))
-        inside = Int32(select_(inside < 0, inside + view.count, inside))
-        return Int64(inside) * view.row_stride, known
+        return named_row(view, index)
 
     def places(self, tensors: list[cute.Tensor], row: Any) -> dict[int, tuple[Any, Any]]:
         """`place` of the row for each store through an index that has one for it: the index is read
