@@ -13,7 +13,9 @@ from cutesuper.verify.numeric import acceptable
 
 torch = pytest.importorskip("torch")
 
+from cutesuper.pipeline import Options, find  # noqa: E402
 from cutesuper.runtime.memory import Use, homes, overwritten  # noqa: E402
+from cutesuper.targets import H200  # noqa: E402
 from cutesuper.torch.ops import programs  # noqa: E402
 from cutesuper.torch.ops.heads import Head, HeadOperator, Part, chunks, definition  # noqa: E402
 
@@ -271,6 +273,17 @@ def test_inputs_are_overwritten_by_the_last_that_reads_them() -> None:
     assert not overwritten([use({0}, {2}, (0, 2)), use({0}, {1})], 0, 2)
     assert not overwritten([use({0}, {2})], 0, 2)
     assert not overwritten([use({0}, {2}, (0, 2)), use({2}, {1})], 0, 2)
+
+
+def test_sums_stay_where_they_are() -> None:
+    """A product adds to the sum so far in its memory, where the pieces of a tile do not overlap."""
+    for rows, in_place in ((16384, {("so_far", "out0")}), (336, set[Any]())):
+        g = cs.KernelGraph()
+        z, x = (g.new_input((rows if n == 0 else 128, 128), "bfloat16") for n in range(2))
+        g.mark_output(g.add(g.new_input((rows, 128), "bfloat16", "so_far"), g.matmul(z, x)))
+        [plan] = find(g, Options(H200))[1].plans
+        names = {(plan.arguments[i].name, plan.arguments[o].name) for i, o in plan.in_place}
+        assert names == in_place
 
 
 # --- kernels -------------------------------------------------------------------------------------

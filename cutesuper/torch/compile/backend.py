@@ -69,7 +69,10 @@ def compile_graph(
             which is later.
         finish: compiles the rest.
     """
-    take_heads(gm)
+    try:
+        take_heads(gm)
+    except Exception as error:  # whatever the error, Inductor can compile the graph
+        _complain(f"no losses were looked for ({type(error).__name__}: {error})")
     inner = partial(_inner, options=options, observe=observe, finish=finish)
     return internals.compile_with(gm, inputs, inner, options.inductor)
 

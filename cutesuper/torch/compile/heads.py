@@ -31,6 +31,7 @@ from cutesuper.torch.ops.heads.cross_entropy import LEAST_BYTES, linear_cross_en
 F = torch.nn.functional
 
 _TYPES = (torch.float16, torch.bfloat16)
+_CALLS = ("call_function", "call_method")
 _VIEWS = ("view", "reshape", "flatten", "contiguous", torch.reshape, torch.flatten)
 _WIDER = ("float", "to")
 _DIVISIONS, _PRODUCTS = (operator.truediv, torch.div, "div"), (operator.mul, torch.mul, "mul")
@@ -63,7 +64,7 @@ class _Chain:
     def follow(self, node: Any) -> None:
         """Walk from an operand of the last node to the linear layer. Raises _Other."""
         while True:
-            _require(isinstance(node, fx.Node) and len(node.users) == 1)
+            _require(isinstance(node, fx.Node) and len(node.users) == 1 and node.op in _CALLS)
             self.nodes.append(node)
             if node.target is F.linear:
                 return
@@ -161,8 +162,8 @@ def _is_pure_between(graph: fx.Graph, chain: _Chain) -> bool:
     """True if nothing between layer and loss writes to a tensor, or turns gradients on or off."""
     nodes = list(graph.nodes)
     between = nodes[nodes.index(chain.linear) : nodes.index(chain.nodes[0])]
-    names = [n.target if isinstance(n.target, str) else n.target.__name__ for n in between
-             if n.op in ("call_function", "call_method")]  # fmt: skip
+    targets = (n.target for n in between if n.op in _CALLS)
+    names = [t if isinstance(t, str) else getattr(t, "__name__", "") for t in targets]
     return not any(
         (name.endswith("_") and not name.endswith("__"))
         or name in ("setitem", "iadd", "isub", "imul", "itruediv")
