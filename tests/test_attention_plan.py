@@ -447,7 +447,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "mask of rows": (mask_of_rows, "causal_mask hides M, the loop runs over N"),
     "plain sum beside a maximum": (sum_not_rescaled, "is not rescaled, and the loop has a maximum"),
     "mean": (mean_over_keys, r"mean over N \(operation \d+\); sum, and divide"),
-    "bias": (bias_of_scores, r"\(load \[M, N\]\) is needed beside the scores"),
     "partial results": (partial_results, "is used before it is complete over N.grid"),
     "lengths of rows": (lengths_of_rows, "differ between the rows of a tile"),
     "no rows": (no_label_of_rows, "its rows have no label of their own"),
@@ -466,6 +465,13 @@ def test_refusals(name: str) -> None:
     make(program)
     with pytest.raises(LoweringError, match=f"kernel att: .*{message}"):
         program.plan()
+
+
+def test_a_bias_meets_the_scores() -> None:
+    program = Program()
+    bias_of_scores(program)
+    [view] = program.plan().beside.values()
+    assert view.labels == ("M", "N")
 
 
 def too_wide() -> Program:

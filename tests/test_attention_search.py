@@ -247,8 +247,6 @@ def refused_scores(what: str, keys: int = 512) -> KernelGraph:
     extents = {"Q": 64, "K": keys, "V": keys}
     q, k, v = (g.new_input((2, n, d), dtype, name=c) for c, n in extents.items())
     s = g.matmul(q, g.transpose(k))
-    if what == "bias":
-        s = g.add(s, g.new_input((2, 64, keys), name="B"))
     y = g.matmul(g.softmax(s), v)
     if what in BESIDE:
         y = g.mul(y, g.new_input(BESIDE[what], name="B"))
@@ -256,7 +254,7 @@ def refused_scores(what: str, keys: int = 512) -> KernelGraph:
     return g
 
 
-@pytest.mark.parametrize("what", ["length", "held", "type", "bias", "norm after", *BESIDE])
+@pytest.mark.parametrize("what", ["length", "held", "type", "norm after", *BESIDE])
 def test_what_the_loop_does_not_run_is_refused(what: str) -> None:
     region = region_of(refused_scores(what))
     with pytest.raises(SearchError):

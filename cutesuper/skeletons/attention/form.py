@@ -254,8 +254,8 @@ def _multiplied(
     if last is None:
         if dtype.integer:
             return False
-        if kinds <= {"rows", form.keys}:
-            return False  # it meets the scores
+        if kinds <= {"rows", form.keys} and _meets_scores(program, op, form):
+            return False
         raise SearchError(
             f"the attention loop: a tensor along {shown(own) or 'nothing'} is read; beside their "
             f"three matrices there may be vectors along {form.inner}, numbers of rows and "
@@ -272,6 +272,16 @@ def _multiplied(
             f"dimension must be {shown(last)}, a multiple of {ALIGN}"
         )
     return True
+
+
+def _meets_scores(program: LabelledProgram, load: LabelledOp, form: AttentionForm) -> bool:
+    """True for a load that is used in front of the second product, not of its result."""
+    second = next(i for i, op in enumerate(program.ops) if _contracts(op, form.keys))
+    return program.dependence.reaches(program.ops.index(load), second)
+
+
+def _contracts(op: LabelledOp, over: str) -> bool:
+    return op.facets.contracts and op.over == over
 
 
 # ------------------------------------------------------------------------------ the hoisted form

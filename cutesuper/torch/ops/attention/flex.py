@@ -14,9 +14,10 @@ from cutesuper.autodiff.gradient import Split
 from cutesuper.errors import ShapeError
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.serial import dumps
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
-from cutesuper.torch.ops.attention.calls import KEPT_PLANS, Request, check, facts
+from cutesuper.torch.ops.attention.calls import KEPT_PLANS, Request, check
 from cutesuper.torch.ops.attention.kind import KEPT_KINDS, Runner
 from cutesuper.torch.ops.attention.score_functions import (
     SIDES,
@@ -38,8 +39,8 @@ class Hidden:
 
     Attributes:
         causal: whether all keys behind a row's own place are hidden.
-        mask: ``[1 or B, 1 or H, L, S]`` of bool, True where a key is seen; None if nothing else is
-            hidden.
+        mask: ``[1 or B, 1 or H, L, S]``, 1 where a key is seen and 0 elsewhere, in the type of the
+            scores; None if nothing else is hidden.
     """
 
     causal: bool
@@ -50,9 +51,9 @@ class Hidden:
 _hidden: WeakKeyDictionary[Any, dict[tuple[Any, ...], Hidden]] = WeakKeyDictionary()
 
 
-def hidden_by(block_mask: Any, shape: tuple[int, int, int, int], device: torch.device) -> Hidden:
-    """What a block mask hides of scores ``[B, H, L, S]``. It is computed once, and compared with a
-    causal mask, of which kernels load no tile that nobody sees.
+def hidden_by(block_mask: Any, shape: tuple[int, int, int, int], like: torch.Tensor) -> Hidden:
+    """What a block mask hides of scores ``[B, H, L, S]``, of the type and device of ``like``. It is
+    computed once, and compared with a causal mask, of which kernels load no tile that nobody sees.
 
     Raises:
         ShapeError: it is one of other lengths.
@@ -65,21 +66,21 @@ def hidden_by(block_mask: Any, shape: tuple[int, int, int, int], device: torch.d
             f"keys, and the scores are {list(shape)}; make it for these"
         )
     known = _hidden.setdefault(block_mask, {})
-    key = (shape, device)
+    key = (shape, like.dtype, like.device)
     if key not in known:
-        known[key] = _found_hidden(block_mask, shape, device)
+        known[key] = _found_hidden(block_mask, shape, like)
     return known[key]
 
 
-def _found_hidden(block_mask: Any, shape: tuple[int, ...], device: torch.device) -> Hidden:
+def _found_hidden(block_mask: Any, shape: tuple[int, ...], like: torch.Tensor) -> Hidden:
     from torch.nn.attention.flex_attention import create_mask
 
     batch, heads = block_mask.shape[:2]
-    mask = create_mask(block_mask.mask_mod, batch, heads, *shape[2:], device=str(device))
-    before = torch.ones(shape[2:], dtype=torch.bool, device=device).tril()
+    mask = create_mask(block_mask.mask_mod, batch, heads, *shape[2:], device=str(like.device))
+    before = torch.ones(shape[2:], dtype=torch.bool, device=like.device).tril()
     causal = not bool((mask & ~before).any())
     whole = bool((mask | ~before).all()) if causal else bool(mask.all())
-    return Hidden(causal, None if whole else mask)
+    return Hidden(causal, None if whole else mask.to(like.dtype))
 
 
 # ------------------------------------------------------------------------------------------- calls
@@ -200,10 +201,10 @@ def flex_attention(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ShapeError(f"{request.call}: pass enable_gqa=True if groups of heads share keys")
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    hidden = hidden_by(block_mask, shape, query.device)
+    hidden = hidden_by(block_mask, shape, query)
     call = _call(request, hidden)
     function = None if score_mod is None else _function(score_mod, call, query.device)
-    kind = (call, score_mod, *facts(query)[2:])
+    kind = (call, score_mod, query.device, TABLE.changes)
     passes = _passes.made(kind, lambda: _made(program_of(call, function), query.device))
     out, lse = _Attention.apply(passes, *_tensors(request, call, passes, function, hidden))
     out = out.view(*query.shape[:3], value.shape[3])
@@ -237,5 +238,5 @@ def _tensors(
         for name, source, shape, dtype in passes.program.beside:
             found[name] = made[source].to(dtype).reshape(shape)
     if hidden.mask is not None:
-        found["mask"] = hidden.mask.to(c.dtype).view(c.masked)
+        found["mask"] = hidden.mask.view(c.masked)
     return tuple(found), *(t.contiguous() for t in found.values())
