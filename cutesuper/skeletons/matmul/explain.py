@@ -6,6 +6,7 @@ from cutesuper.ir.block import LOAD
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.matmul.plan import (
     COLUMN_BLOCK,
+    ROW_BOX,
     STORE_COLUMNS,
     STORE_ROWS,
     MatmulPlan,
@@ -119,7 +120,8 @@ def _ring(plan: MatmulPlan) -> str:
             name = plan.arguments[plan.hidden[load].argument].name
             parts.append(f"{name} for hidden{number} ({width} columns a box)")
             number += 1
-    return ", ".join([*parts, plan.names((plan.rows | plan.vectors).values())])
+    rows = plan.names((plan.rows | plan.vectors).values())
+    return ", ".join([*parts, f"{rows} ({ROW_BOX} rows a box)" if plan.turned else rows])
 
 
 def _copy_lines(plan: MatmulPlan) -> list[str]:

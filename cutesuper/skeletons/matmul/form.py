@@ -22,6 +22,7 @@ from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import (
     CLUSTER_REDUCE,
+    LOAD,
     AxisKind,
     BlockProgram,
 )
@@ -51,6 +52,8 @@ class MatmulForm:
             column operand is summed, beside the products of the rows: ``G[K] @ W[K, N]``. Never
             together with hidden labels. LayerNorm and Linear need them:
             ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``.
+        turned: True if the rows lie side by side in memory, X stored (K, M): nothing but products
+            reads them then.
     """
 
     row: str
@@ -60,6 +63,7 @@ class MatmulForm:
     hidden: tuple[str, ...] = ()
     reduced: bool = False
     vectors: bool = False
+    turned: bool = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
         """The loop alone, and the loop with a cluster (split-K); all other labels are grid axes."""
@@ -84,10 +88,14 @@ class MatmulForm:
         between = not everything.isdisjoint(self.hidden)
         if state.pending and not (between and self._shared(state)):
             return False
-        if any(self._column_side(x) for x in operands):
+        if any(self._column_side(x) for x in operands) or self._turned(everything):
             return False
         staged = [self.contracted in x for x in operands if x]
         return all(staged) or not any(staged)
+
+    def _turned(self, labels: frozenset[str]) -> bool:
+        """True if a value is a row operand that only products take."""
+        return self.turned and {self.row, self.contracted} <= labels
 
     def _column_side(self, labels: frozenset[str]) -> bool:
         """True if a value is an operand that only products take, or depends on one."""
@@ -106,7 +114,7 @@ class MatmulForm:
         if not labels.isdisjoint(self.hidden):
             return False
         if over == self.contracted:
-            return self.vectors or self.column not in labels
+            return not self._turned(labels) and (self.vectors or self.column not in labels)
         complete = not state.pending and not self._column_side(labels)
         return self.reduced and over == self.column and complete
 
@@ -165,10 +173,30 @@ def matmul_form(region: Region, program: LabelledProgram, products: list[Labelle
             f"a vector of {column} beside a product over {shown(hidden)}, of what another product "
             "gives: another kernel"
         )
-    form = MatmulForm(row, column, contracted, batch, hidden, reduced, vectors)
+    turned = any(_is_turned(program, op, row, contracted) for op in program.ops)
+    form = MatmulForm(row, column, contracted, batch, hidden, reduced, vectors, turned)
     _check_extents(program, form)
+    _check_turned(program, form)
     check_one_type(region, [op for op in program.of_kind("load") if _staged(region, op, form)])
     return form
+
+
+def _is_turned(program: LabelledProgram, op: LabelledOp, row: str, contracted: str) -> bool:
+    """True for a row operand whose rows, more than one, lie side by side in memory."""
+    operand = op.kind == LOAD and contracted in op.labels and program.dims[row] != 1
+    return operand and op.attributes["map"][-1] == row
+
+
+def _check_turned(program: LabelledProgram, form: MatmulForm) -> None:
+    """Check that only products read a row operand whose rows lie side by side in memory."""
+    whole = {form.row, form.contracted}
+    for op in program.ops if form.turned else ():
+        of_rows = (whole <= program.ops[i].labels for i in op.inputs)
+        if any(of_rows) and not is_product(program, op):
+            raise SearchError(
+                f"matmul: {op.kind} of a tensor that is read with its rows along memory "
+                f"({form.contracted}, {form.row}); only products do that"
+            )
 
 
 def _has_vectors(program: LabelledProgram, contracted: str, free: set[str]) -> bool:
@@ -278,9 +306,9 @@ def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
     if matrices:
         if set(mapping[-2:]) not in matrices:
             raise SearchError("matmul: a column operand must have its matrix in the last two dims")
-    elif (found := inner & set(mapping)) and mapping[-1] not in found:
+    elif (found := inner & set(mapping)) and mapping[-1] not in found and not form.turned:
         raise SearchError(
             f"matmul: a tensor is read with its rows along memory ({', '.join(mapping)}); only a "
-            "plain second operand may be stored either way"
+            "plain operand of products may be stored either way"
         )
     return bool(staged)

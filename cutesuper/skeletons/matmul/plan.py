@@ -34,6 +34,8 @@ from cutesuper.targets import Target
 COLUMN_BLOCK = 64
 #: elements of a 128-byte shared-memory row: the unit of the contracted label
 CHUNK = 64
+#: rows of a box of a row operand whose rows lie side by side in memory
+ROW_BOX = 64
 #: rows of a tile: any multiple of the first, the second at most
 ROW_UNIT, MAX_ROWS = 8, 256
 #: most accumulators of a thread if all threads of a block have equally many registers
@@ -249,6 +251,12 @@ class MatmulPlan(Plan[MatmulSchedule]):
         plan = object.__new__(MatmulPlan)
         vars(plan).update(vars(self), schedule=schedule)
         return plan
+
+    @cached_property
+    def turned(self) -> bool:
+        """True if the rows lie side by side in memory, X stored (K, M), and not one behind the
+        other."""
+        return next(iter(self.rows.values())).stride(self.row) == 1
 
     @property
     def dtype(self) -> str:
@@ -607,6 +615,11 @@ def exceeded_by_tile(plan: MatmulPlan) -> Limit | None:
             f"tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be a multiple "
             f"of {ROW_UNIT} up to {MAX_ROWS}, columns and depth multiples of {COLUMN_BLOCK}",
         )
+    if plan.turned and m % ROW_BOX:
+        return Limit(
+            "tiles that the tensor cores do not take",
+            f"tile {plan.row}={m}: rows that lie side by side in memory come in boxes of {ROW_BOX}",
+        )
     if plan.shift is not None and m > MAX_SHIFTED_ROWS:
         return Limit(
             "too many rows to be shifted",
@@ -645,11 +658,12 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{each} accumulators of a thread, which has {plan.registers[0]} registers beside "
             f"{plan.helpers} helper warps; use a smaller tile",
         )
-    if plan.instruction_rows % ROW_UNIT:
+    unit = ROW_BOX if plan.turned else ROW_UNIT
+    if plan.instruction_rows % unit:
         return Limit(
             "tiles that the tensor cores do not take",
             f"{plan.threads} threads multiply tiles of {plan.tile[0]} rows by halves, which are no "
-            f"multiples of {ROW_UNIT}; use 2 helper warps, or a multiple of {2 * ROW_UNIT} rows",
+            f"multiples of {unit}; use 2 helper warps, or a multiple of {2 * unit} rows",
         )
     if mistake := next(_bad_knobs(plan), None):
         return Limit("tiles that blocks cannot share, walk over or store", mistake)

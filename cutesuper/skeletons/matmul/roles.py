@@ -23,6 +23,7 @@ from cutesuper.skeletons.matmul.plan import (
     COLUMN_BLOCK,
     MAX_HIDDEN,
     MAX_VECTORS,
+    ROW_BOX,
     ColumnReduction,
     MatmulPlan,
     Shift,
@@ -182,7 +183,8 @@ class Roles:
         raise LoweringError(
             f"{self.where}: no orientation fits: one operand of every product must be a tensor in "
             "memory whose free label is tiled by 64, the other must be contiguous along "
-            f"{self.contracted} with a free label tiled by 8 to 256"
+            f"{self.contracted} with a free label tiled by 8 to 256, or be a tensor in memory that "
+            f"is contiguous along a free label tiled by {ROW_BOX}"
         )
 
     def _reduced_after(self, labels: list[str]) -> bool:
@@ -205,6 +207,8 @@ class Roles:
             free = self.hidden if product in self.inner else {columns[0]}
             if not any(self._is_load(i) and free & set(ops[i].dims) for i in sides):
                 return False
+        if self._is_load(row_operand) and self._view(row_operand).stride(rows[0]) == 1:
+            return tile[rows[0]] % ROW_BOX == 0
         staged = {rows[0], self.contracted}
         needed = self.program.dependence.before(row_operand)
         loads = filter(self._is_load, needed)
@@ -514,12 +518,14 @@ def check_operands(plan: MatmulPlan, where: str) -> None:
         inner = [plan.hidden[load] for load, _ in t.products]
         _check_layout(where, inner, t.hidden, plan.contracted)
         _check_layout(where, [t.view], plan.column, t.hidden)
+    if plan.turned and not plan.has_helpers and len(plan.rows) == 1:
+        return
     for i, view in plan.rows.items():
         if view.stride(plan.contracted) != 1:
             arg = plan.arguments[view.argument]
             raise LoweringError(
                 f"{where}: row operand {arg.name} (operation {i}) must be contiguous along "
-                f"{plan.contracted}"
+                f"{plan.contracted}, or used by products alone"
             )
 
 

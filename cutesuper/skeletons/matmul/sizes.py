@@ -21,6 +21,7 @@ from cutesuper.skeletons.matmul.plan import (
     CHUNK,
     COLUMN_BLOCK,
     EQUAL_SHARE,
+    ROW_BOX,
     ROW_UNIT,
     MatmulPlan,
     exceeded,
@@ -124,7 +125,7 @@ def _matmul_tiles(
     rows = extent(structure.dims[form.row])
     between = sum(COLUMN_BLOCK * ceil_div(n, COLUMN_BLOCK) for n in hidden.values())
     widths, depths = (SETTINGS.choose(target, d)["tiles"] for d in ("columns", "depth"))
-    for row in _row_choices(form, rows, between + min(widths), target):
+    for row in _row_tiles(form, rows, between + min(widths), target):
         for columns in widths:
             for inner in depths:
                 tile = {
@@ -148,6 +149,14 @@ def _shared_out(extent: int, inner: int, cluster: int) -> bool:
     the label, nearly so: 65 tiles of K=4097 have no divisor that a cluster could have."""
     tiles = ceil_div(extent, inner)
     return tiles % cluster == 0 or (extent % CHUNK > 0 and tiles >= 8 * cluster)
+
+
+def _row_tiles(form: MatmulForm, rows: int, held: int, target: Target) -> tuple[int, ...]:
+    """Row tiles worth a price: whole boxes where rows lie side by side; see `_row_choices`."""
+    tiles = _row_choices(form, rows, held, target)
+    if not form.turned:
+        return tiles
+    return tuple(dict.fromkeys(ROW_BOX * ceil_div(t, ROW_BOX) for t in tiles))
 
 
 def _row_choices(form: MatmulForm, rows: int, held: int, target: Target) -> tuple[int, ...]:

@@ -55,8 +55,8 @@ class Consumer:
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.main.views else inner[0]
-        product = lead.product(cores, k.dtype, rows)
-        along_hidden = [g.product(cores, k.dtype, rows) for g in inner]
+        product = lead.product(cores, k.dtype, rows, k.plan.turned)
+        along_hidden = [g.product(cores, k.dtype, rows, k.plan.turned) for g in inner]
         behind = [g.product(cores, k.dtype, rows) for g in self.after]
         b = product.second(memory.rows[0])
         accumulators = [
@@ -116,6 +116,6 @@ class Consumer:
             for i in range(self.per_group):
                 slot = stage * self.main.boxes + w * k.blocks + group + k.warpgroups * i
                 acc = accumulators[k.plan.finals[final]][i]
-                row = b[None, None, kk % 4, stage * k.chunks + kk // 4]
+                row = k.row_step(b, stage, kk)
                 product.multiply(acc, a[None, None, kk, slot], row)
                 vectors.multiply(w, i, kk, slot, stage)

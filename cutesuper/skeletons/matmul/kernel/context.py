@@ -26,7 +26,7 @@ from cutesuper.skeletons.kernel.arguments import (
     unravel,
 )
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup, column_groups
-from cutesuper.skeletons.matmul.plan import CHUNK, MatmulPlan
+from cutesuper.skeletons.matmul.plan import CHUNK, ROW_BOX, MatmulPlan
 
 #: named barriers: that on which the epilogue waits for the row values (0 is that of the whole
 #: block), of the consumers, of the helpers, and the first of the consumer warpgroups, which have
@@ -133,6 +133,29 @@ class Known:
         return operation not in self.plan.copied and self.is_early(operation) == early
 
     # ------------------------------------------------------------------------------ row operands
+
+    def ring_layout(self) -> cute.ComposedLayout:
+        """Layout of a row operand in the ring, as the instruction reads it."""
+        if self.plan.turned:
+            return operand_layout(self.dtype, (self.m, self.k), self.stages, False)
+        return self.row_layout(self.m, self.stages * self.chunks)
+
+    def box_layout(self, parts: int) -> cute.ComposedLayout:
+        """Layout of the same in boxes ``[rows, depth, box]`` where rows lie side by side; blocks
+        that share rows load ``parts`` of each."""
+        boxes = self.stages * self.row_boxes * parts
+        return operand_layout(self.dtype, (ROW_BOX, self.k // parts), boxes, False)
+
+    @property
+    def row_boxes(self) -> int:
+        """Boxes of a tile whose rows lie side by side."""
+        return self.m // ROW_BOX
+
+    def row_step(self, b: cute.Tensor, stage: Any, kk: int) -> cute.Tensor:
+        """Step ``kk`` of 16 along the contracted label, of the row operand ``b`` of a stage."""
+        if self.plan.turned:
+            return b[None, None, kk, stage]
+        return b[None, None, kk % 4, stage * self.chunks + kk // 4]
 
     def row_layout(self, height: int, slots: int) -> cute.ComposedLayout:
         """Layout of ``slots`` pieces of ``height`` rows and one chunk, one behind the other."""

@@ -64,7 +64,7 @@ class MatmulKernel:
         """Launch; the arguments are the plan's tensors in order, then the stream."""
         tensors, stream = list(args[:-1]), args[-1]
         k, plan = self.k, self.plan
-        rows = k.row_layout(k.m, k.stages * k.chunks)
+        rows = k.ring_layout()
         atoms = self.producer.atoms(tensors) + self.tile_store.atoms(tensors)
         row_tiles = cute.ceil_div(k.extents.of(plan.row, tensors), k.m)
         column_tiles = cute.ceil_div(k.extents.of(plan.column, tensors), k.n)

@@ -16,7 +16,7 @@ from cutesuper.skeletons.matmul.kernel.context import Known, Loads, Memory
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.tails import Tails
 from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
-from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
+from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK, ROW_BOX
 
 
 class Producer:
@@ -35,9 +35,9 @@ class Producer:
         # a box of 64-element chunks needs whole chunks, and all of their rows; otherwise there is
         # one box for each chunk
         whole = plan.program.dims[plan.contracted] % CHUNK == 0  # type: ignore[operator]
-        self.chunked = whole and not sharing.active
+        self.chunked = whole and not sharing.active and not plan.turned
         #: shape of the box of a row operand
-        box = (sharing.rows, CHUNK)
+        box = (ROW_BOX, known.k // sharing.blocks) if plan.turned else (sharing.rows, CHUNK)
         self.row_box = (*box, known.chunks) if self.chunked else box
         #: rows are kept where columns are not
         self.row_hint = EVICT_LAST if plan.schedule.stream_columns else None
@@ -74,6 +74,8 @@ class Producer:
         """Those of the row operands."""
         k, height = self.k, self.sharing.rows
         layout = k.row_layout(height, k.chunks if self.chunked else 1)
+        if k.plan.turned:
+            layout = k.box_layout(self.sharing.blocks)
         if not self.chunked:
             layout = cute.select(layout, [0, 1])
         atoms = []
@@ -112,7 +114,9 @@ class Producer:
             if op not in self.order:
                 continue
             slot = cute.local_tile(ring, self.row_box, (0, 0, None)) if self.chunked else ring
-            if self.sharing.active:
+            if k.plan.turned:
+                slot = cute.make_tensor(ring.iterator, k.box_layout(self.sharing.blocks).outer)
+            elif self.sharing.active:
                 parts = k.stages * k.chunks * self.sharing.blocks
                 layout = k.row_layout(self.sharing.rows, parts)
                 slot = cute.make_tensor(ring.iterator, layout.outer)
@@ -237,11 +241,17 @@ class Producer:
     def load_row(self, loads, i: cutlass.Constexpr, full, tile, depth, stage, at):
         """Load one tile of a row operand, in one box if the depth has whole chunks."""
         atom, slots, sources = loads.atoms[i], loads.slots[i], loads.sources[i]
+        parts, part, chunks = self.sharing.blocks, self.sharing.rank(), self.k.chunks
         if cutlass.const_expr(self.chunked):
             source = sources[(None, tile.row, 0, depth, *at)]
             bulk_load(atom, source, slots[None, stage], full, self.row_hint)
+        elif cutlass.const_expr(self.k.plan.turned):
+            boxes = self.k.row_boxes
+            for b in cutlass.range_constexpr(boxes):
+                source = sources[(None, tile.row * boxes + b, depth * parts + part, *at)]
+                slot = slots[None, (stage * boxes + b) * parts + part]
+                bulk_load(atom, source, slot, full, self.row_hint, self.sharing.mask())
         else:
-            parts, part, chunks = self.sharing.blocks, self.sharing.rank(), self.k.chunks
             for c in cutlass.range_constexpr(chunks):
                 source = sources[(None, tile.row * parts + part, depth * chunks + c, *at)]
                 slot = slots[None, (stage * chunks + c) * parts + part]
