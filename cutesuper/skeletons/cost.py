@@ -7,7 +7,7 @@ H200 the candidates of 24 cases come out within 5% in the mean. Constants stand 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
@@ -148,8 +148,11 @@ def instructions(program: BlockProgram, op: BlockOp, target: Target) -> float:
     return target.rates.instructions.get(op.kind, 1)
 
 
-def resize(structure: BlockProgram, tile: dict[str, int], inner: dict[str, int]) -> BlockProgram:
-    """A structure with these tiles and cluster and loop extents; grid axes cover the rest."""
+def resize(
+    structure: BlockProgram, tile: dict[str, int], inner: Mapping[str, int | None]
+) -> BlockProgram:
+    """A structure with these tiles and cluster and loop extents (None for a loop over a symbolic
+    extent); grid axes cover the rest."""
     axes: list[Axis] = []
     for a in structure.axes:
         if a.kind != AxisKind.GRID:

@@ -45,10 +45,11 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
     m, n, k = plan.tile
     s = plan.schedule
     x, y, z = grid_shape(plan)
+    at_hint = f" where {plan.contracted} is as hinted" if plan.open_depth else ""
     lines = [
         (
             f"matmul loop: {plan.row} {m} x {plan.column} {n} per tile, {plan.contracted} {k} per "
-            f"stage, {plan.iterations} iterations"
+            f"stage, {plan.iterations} iterations{at_hint}"
         ),
         f"grid {x} x {y} x {z} blocks in clusters of {plan.cluster_size * s.share_rows}, "
         f"{plan.threads} threads: {s.warpgroups} consumer warpgroup(s)"

@@ -275,8 +275,11 @@ def _check_product(
 def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
     for name in (form.contracted, form.column, *form.hidden):
         extent: Dim = program.dims[name]
-        if isinstance(extent, Symbol):
-            raise SearchError(f"matmul: the extent {extent} may only be one of rows or batches")
+        if isinstance(extent, Symbol) and not (form.turned and name == form.contracted):
+            raise SearchError(
+                f"matmul: the extent {extent} may only be one of rows or batches, or the contracted "
+                "one of operands that are both stored along it, as in X^T W"
+            )
         if name in form.hidden and extent > MAX_HIDDEN:
             raise SearchError(
                 f"matmul: {extent} elements between two products; a block holds {MAX_HIDDEN}"

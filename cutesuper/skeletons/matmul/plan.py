@@ -15,7 +15,7 @@ from functools import cached_property
 from math import gcd
 
 from cutesuper.ir.block import AxisKind, BlockProgram
-from cutesuper.ir.dims import ceil_div, extent
+from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
 from cutesuper.skeletons.matmul.copies import (
@@ -361,8 +361,13 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @cached_property
     def iterations(self) -> int:
-        """Loop iterations of one block."""
+        """Loop iterations of one block; at its hint for a symbolic extent."""
         return self.program.parts_along(self.contracted, AxisKind.LOOP)
+
+    @property
+    def open_depth(self) -> bool:
+        """True if the extent of the contracted label is known at the call."""
+        return isinstance(self.program.dims[self.contracted], Symbol)
 
     @property
     def blocks_n(self) -> int:

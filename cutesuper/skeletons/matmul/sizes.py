@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
-from cutesuper.ir.dims import ceil_div, extent
+from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.skeletons.base import arguments_of
 from cutesuper.skeletons.cost import MIN_STAGES, Setting, Sized, resize
 from cutesuper.skeletons.matmul.cost import price
@@ -106,7 +106,8 @@ def _fits(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> bool:
 def _programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Iterator[BlockProgram]:
     for tile, cluster in _matmul_tiles(structure, form, target):
         parts = 1 if form.reduced else cluster  # of the contracted label
-        loop = ceil_div(extent(structure.dims[form.contracted]), parts * tile[form.contracted])
+        k = structure.dims[form.contracted]
+        loop = None if isinstance(k, Symbol) else ceil_div(k, parts * tile[form.contracted])
         inner = {
             f"{form.contracted}.loop": loop,
             f"{form.contracted}.cluster": cluster,
@@ -120,7 +121,7 @@ def _matmul_tiles(
 ) -> Iterator[tuple[dict[str, int], int]]:
     """Tiles and cluster sizes; a cluster splits K tiles into at least two parts."""
     split = bool(structure.of_kind(AxisKind.CLUSTER))
-    k, n = (extent(structure.dims[d]) for d in (form.contracted, form.column))
+    k, n = structure.dims[form.contracted], extent(structure.dims[form.column])
     hidden = {d: extent(structure.dims[d]) for d in form.hidden}
     rows = extent(structure.dims[form.row])
     between = sum(COLUMN_BLOCK * ceil_div(n, COLUMN_BLOCK) for n in hidden.values())
@@ -144,11 +145,12 @@ def _matmul_tiles(
                         yield {d: tile[d] for d in structure.dims}, cluster
 
 
-def _shared_out(extent: int, inner: int, cluster: int) -> bool:
+def _shared_out(dim: Dim, inner: int, cluster: int) -> bool:
     """True if a cluster shares out a label in tiles of ``inner`` evenly or, where no tile divides
-    the label, nearly so: 65 tiles of K=4097 have no divisor that a cluster could have."""
-    tiles = ceil_div(extent, inner)
-    return tiles % cluster == 0 or (extent % CHUNK > 0 and tiles >= 8 * cluster)
+    the label or it is symbolic, nearly so: 65 tiles of K=4097 have no divisor that a cluster could
+    have."""
+    tiles, uneven = ceil_div(extent(dim), inner), isinstance(dim, Symbol) or dim % CHUNK > 0
+    return tiles % cluster == 0 or (uneven and tiles >= 8 * cluster)
 
 
 def _row_tiles(form: MatmulForm, rows: int, held: int, target: Target) -> tuple[int, ...]:

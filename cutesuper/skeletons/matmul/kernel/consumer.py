@@ -70,7 +70,7 @@ class Consumer:
         for instruction in (product, *along_hidden):
             instruction.accumulate(True)
         previous = Int32(-1)
-        for _ in cutlass.range(k.plan.iterations, unroll=1):
+        for _ in cutlass.range(here.tile.iterations, unroll=1):
             ring.wait(at)
             if cutlass.const_expr(k.plan.rewrites):
                 memory.ready[at.stage].wait(at.phase)
@@ -87,7 +87,8 @@ class Consumer:
             at = ring.next(at)
         cores.wait(0)
         if cutlass.const_expr(self.walk.persistent):
-            ring.release(previous, here.lane, self.sharing.blocks)
+            if cutlass.const_expr(not k.plan.open_depth) or previous >= 0:
+                ring.release(previous, here.lane, self.sharing.blocks)
         self.epilogue.begin()
         self.epilogue.tile_store.ask(here, outs, False)
         if cutlass.const_expr(len(self.after) > 0):

@@ -121,6 +121,14 @@ class Known:
             offset = offset + batch[label] * view.stride(label)
         return offset
 
+    def iterations(self, tensors: list[cute.Tensor]) -> Any:
+        """Iterations of a block's loop: an int, or a run-time number for a symbolic extent. Tiles
+        past the end of the tensors are zeros."""
+        plan = self.plan
+        if not plan.open_depth:
+            return plan.iterations
+        return cute.ceil_div(self.extents.of(plan.contracted, tensors), self.k * self.cluster)
+
     def is_early(self, operation: int) -> bool:
         """True if a load may be issued before the dependency wait."""
         arguments = self.plan.arguments
@@ -226,13 +234,14 @@ class Memory:
 @dataclass(frozen=True)
 class Tile:
     """A tile of the output: indices along rows and columns, the ``rank`` in the split of the
-    contracted label, the coordinates along batch labels, and the number of tiles before it in this
-    block."""
+    contracted label, the coordinates along batch labels, the iterations of the loop, and the number
+    of tiles before it in this block."""
 
     row: Any
     column: Any
     rank: Any
     batch: dict[str, Any]
+    iterations: Any
     turn: Any = 0
 
 

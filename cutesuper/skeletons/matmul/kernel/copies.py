@@ -153,7 +153,7 @@ class Copies:
     @cute.jit
     def copy_stages(self, here):
         """Copy the operands of the loop."""
-        k, ring, count = self.k, here.memory.ring, self.k.plan.iterations
+        k, ring, count = self.k, here.memory.ring, here.tile.iterations
         first, ahead = here.tile.rank * (count * k.k), self.depth - 1
         at = ring.first(phase=1)
         for i in cutlass.range(ahead, unroll=1):

@@ -100,7 +100,8 @@ class MatmulKernel:
         if cutlass.const_expr(k.cluster > 1):
             rank = rank_in_cluster()
         tile_n, tile_m = bx // k.cluster, by
-        tile = Tile(tile_m, tile_n, rank, k.batch_index(bz, tensors))
+        batch = k.batch_index(bz, tensors)
+        tile = Tile(tile_m, tile_n, rank, batch, k.iterations(tensors))
         memory = self.allocate(row_layout)
         if warp == 0:
             ask_for_descriptors(atoms)
