@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from tests import zoo
-from tests.odd_products import PROGRAMS, Case, cases
+from tests.odd_products import PROGRAMS, Case, cases, of_columns
 from tests.test_gpu import check, run
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +33,15 @@ def test_products_of_any_extents(i: int, case: Case) -> None:
     kernel = cs.superoptimize(case.graph(), dependent_launch=case.dependent)
     for m in {case.m, case.m + 3 if case.symbolic else case.m}:
         check(kernel, zoo.draw(kernel.graph, i, "cuda", {"M": m}))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize(("m", "n"), [(64, 72), (17, 33)], ids=["loaded", "copied"])
+def test_open_numbers_of_what_is_summed(m: int, n: int) -> None:
+    """``X^T W`` of as many rows as the call says: whole tiles, parts of one, and one."""
+    kernel = cs.superoptimize(of_columns(m, cs.symbol("T", hint=130), n, "float16"))
+    for i, rows in enumerate((130, 64, 65, 1)):
+        check(kernel, zoo.draw(kernel.graph, i, "cuda", {"T": rows}))
 
 
 @pytest.mark.ptx

@@ -69,9 +69,7 @@ class Walk:
         row, column, part = self.place(step, tensors)
         column = column * self.sharing.blocks + self.sharing.rank()
         batch = self.k.batch_index(part, tensors)
-        return Tile(
-            row, column, Int32(0), batch, self.k.iterations(tensors), step // self.clusters
-        )
+        return Tile(row, column, Int32(0), batch, self.k.iterations(tensors), step // self.clusters)
 
     @cute.jit
     def fresh(self, step, first, tensors):
