@@ -53,7 +53,7 @@ def wide_kernel(linear: Linear, **knobs: Any) -> Kernel:
 
 
 def check(linear: Linear, **knobs: Any) -> None:
-    """Two launches with poisoned outputs: right, and the same bits; at two extents if it is open."""
+    """Two launches with poisoned outputs: right, and the same bits; twice if an extent is open."""
     kernel = wide_kernel(linear, **knobs)
     for extent in (320, 65) if isinstance(linear.k, Symbol) else (0,):
         check_once(kernel, linear, zoo.draw(kernel.graph, 3, "cuda", {"K": extent}))

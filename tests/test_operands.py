@@ -13,7 +13,6 @@ from cutesuper.search.region import SearchOptions
 from cutesuper.search.search import search
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.targets import H200
-from cutesuper.targets import H200
 from tests.odd_products import of_columns
 from tests.plans import Linear
 

@@ -273,12 +273,15 @@ def _check_product(
 
 
 def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
+    open_ = (form.contracted,) if form.turned else ()
     for name in (form.contracted, form.column, *form.hidden):
         extent: Dim = program.dims[name]
-        if isinstance(extent, Symbol) and not (form.turned and name == form.contracted):
+        if isinstance(extent, Symbol):
+            if name in open_:
+                continue
             raise SearchError(
-                f"matmul: the extent {extent} may only be one of rows or batches, or the contracted "
-                "one of operands that are both stored along it, as in X^T W"
+                f"matmul: the extent {extent} may only be one of rows or batches, or of the first "
+                "dimension of both operands, as in X^T W"
             )
         if name in form.hidden and extent > MAX_HIDDEN:
             raise SearchError(
