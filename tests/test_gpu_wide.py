@@ -105,6 +105,10 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
         Linear(320, 300, 384, 128, 128, 64, norm=False, residual=True, turned=True),
         {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},
     ),
+    "walks with several tiles in the ring": (
+        Linear(300, 64, 264, 72, 128, 64, norm=False, residual=True),
+        {"persistent": 3, "stages": 4, "head": 4},
+    ),
     "as many elements as the call says, in walks": (
         Linear(160, Symbol("K", 320), 128, 64, 128, 64, norm=False, turned=True),
         {"persistent": 2, "stages": 3, "head": 3},

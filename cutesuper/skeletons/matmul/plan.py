@@ -709,11 +709,11 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         )
     if s.persistent % s.share_rows:
         yield f"persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"
-    if s.persistent and plan.iterations <= s.stages:
+    if s.persistent and plan.has_helpers and plan.iterations <= s.stages:
         # only the ring keeps helpers and consumers one tile apart
         yield (
-            f"persistent={s.persistent}: blocks that walk need more iterations than stages, not "
-            f"{plan.iterations} and {s.stages}"
+            f"persistent={s.persistent}: blocks with helper warps that walk need more iterations "
+            f"than stages, not {plan.iterations} and {s.stages}"
         )
     if s.pieces < 2:
         yield f"pieces={s.pieces}; one leaves while the next one is computed, so use 2 at least"
