@@ -62,6 +62,7 @@ class Linear:
         swapped: the operands of the product stand in the other order.
         transposed: W is stored (N, K).
         turned: X is stored (K, M).
+        parts: blocks of the grid that share K.
     """
 
     m: Dim = 16
@@ -79,6 +80,7 @@ class Linear:
     transposed: bool = False
     dtype: str = "float16"
     turned: bool = False
+    parts: int = 1
 
     def block(self, names: Mapping[str, str] | None = None) -> Block:
         """The program; ``names`` renames tensors."""
@@ -114,10 +116,11 @@ class Linear:
 
     def _axes(self) -> dict[str, int | None]:
         rows = None if isinstance(self.m, Symbol) else ceil_div(self.m, self.tile_m)
-        each = self.cluster * self.tile_k
+        each = self.cluster * self.parts * self.tile_k
         loop = None if isinstance(self.k, Symbol) else ceil_div(self.k, each)
         axes: dict[str, int | None] = {"M.grid": rows, "N.grid": ceil_div(self.n, self.tile_n)}
         axes |= {"K.cluster": self.cluster} if self.cluster > 1 else {}
+        axes |= {"K.grid": self.parts} if self.parts > 1 else {}
         return axes | {"K.loop": loop}
 
     def _tile(self) -> dict[str, int]:

@@ -109,6 +109,15 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
         Linear(300, 64, 264, 72, 128, 64, norm=False, residual=True),
         {"persistent": 3, "stages": 4, "head": 4},
     ),
+    "parts of the grid": (
+        Linear(150, 1000, 136, 80, 64, 64, norm=False, bias=True, residual=True, parts=5), {}
+    ),
+    "parts of the grid, odd rows side by side": (
+        Linear(77, 900, 131, 128, 64, 64, norm=False, turned=True, parts=3), {}
+    ),
+    "parts of what the call says": (
+        Linear(64, Symbol("K", 320), 64, 64, 64, 64, norm=False, turned=True, parts=4), {}
+    ),
     "as many elements as the call says, in walks": (
         Linear(160, Symbol("K", 320), 128, 64, 128, 64, norm=False, turned=True),
         {"persistent": 2, "stages": 3, "head": 3},

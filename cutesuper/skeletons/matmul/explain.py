@@ -91,6 +91,13 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
             f"cluster: each block finishes {n // plan.cluster} columns; {plan.exchange_bytes} "
             "bytes of partial sums arrive through distributed shared memory"
         )
+    if plan.parts > 1:
+        partials, counters = (s.shape[0] for s in plan.scratch)
+        lines.append(
+            f"{plan.parts} blocks share each tile, each with a part of {plan.contracted}: they "
+            f"leave their sums in {partials} float32 of device memory, meet at {counters} "
+            "counter(s), and add up a part of the tile each, in order"
+        )
     for i, e in enumerate(plan.row_values.values()):
         lines.append(f"row{i}, once per row: {_text(plan, e)}")
     lines += _reduction_lines(plan)

@@ -7,8 +7,9 @@ reductions along the columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from math import prod
 
 from cutesuper.egraph.labelled import LabelledOp, LabelledProgram, Region
 from cutesuper.egraph.products import (
@@ -22,15 +23,19 @@ from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import (
     CLUSTER_REDUCE,
+    GRID_REDUCE,
     LOAD,
     AxisKind,
     BlockProgram,
 )
-from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dims import Dim, Symbol, ceil_div
 from cutesuper.ir.dims import extent as dim_extent
 from cutesuper.skeletons.form import check_reductions
-from cutesuper.skeletons.matmul.plan import MAX_HIDDEN
+from cutesuper.skeletons.matmul.plan import FEW_ROWS, MAX_HIDDEN
+from cutesuper.targets import Target
 
+#: elements of a contracted label that are worth blocks which meet in device memory
+LONG = 4096
 #: most columns that are reduced: blocks of a cluster times columns of each
 MAX_REDUCED = 8 * 256
 
@@ -54,6 +59,8 @@ class MatmulForm:
             ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``.
         turned: True if the rows lie side by side in memory, X stored (K, M): nothing but products
             reads them then.
+        few_tiles: True if a cluster for each tile would leave most of the chip idle, so that the
+            grid may divide the contracted label too.
     """
 
     row: str
@@ -64,6 +71,7 @@ class MatmulForm:
     reduced: bool = False
     vectors: bool = False
     turned: bool = False
+    few_tiles: bool = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
         """The loop alone, and the loop with a cluster (split-K); all other labels are grid axes."""
@@ -73,9 +81,13 @@ class MatmulForm:
             choices = ((loop, ()), (loop, cluster))
         else:
             choices = ((loop, kinds[self.column]), (cluster + loop, kinds[self.column]))
-        return tuple(
+        found = tuple(
             Split(tuple((kinds | {self.contracted: k, self.column: c}).items())) for k, c in choices
         )
+        if not self.few_tiles:
+            return found
+        parts = kinds | {self.contracted: (AxisKind.GRID, AxisKind.LOOP)}
+        return *found, Split(tuple(parts.items()), joined=(self.contracted,))
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
         """True for prologues on staged rows and vectors, and epilogues on complete values.
@@ -139,10 +151,15 @@ class MatmulForm:
         cluster = program.of_kind(AxisKind.CLUSTER)
         if cluster and not any(op.kind == CLUSTER_REDUCE for op in program.ops):
             return "an unused cluster axis"
+        parted = any(a.dim == self.contracted for a in program.of_kind(AxisKind.GRID))
+        if parted and not any(op.kind == GRID_REDUCE for op in program.ops):
+            return "an unused grid axis"
         return None
 
 
-def matmul_form(region: Region, program: LabelledProgram, products: list[LabelledOp]) -> MatmulForm:
+def matmul_form(
+    region: Region, program: LabelledProgram, products: list[LabelledOp], target: Target
+) -> MatmulForm:
     """The form of a region with products. Raises SearchError with the reason if it has none."""
     check_reductions(program)
     after = after_products(program)
@@ -178,7 +195,21 @@ def matmul_form(region: Region, program: LabelledProgram, products: list[Labelle
     _check_extents(program, form)
     _check_turned(program, form)
     check_one_type(region, [op for op in program.of_kind("load") if _staged(region, op, form)])
-    return form
+    return replace(form, few_tiles=_has_few_tiles(program, form, target))
+
+
+def _has_few_tiles(program: LabelledProgram, form: MatmulForm, target: Target) -> bool:
+    """True if products of many rows, with nothing else, have so few tiles of 128x128 that clusters
+    of 8 for each do not fill the target, and enough to do for more blocks."""
+    dims = program.dims
+    outer = [dims[d] for d in (form.row, *form.batch)]
+    statistics = any(op.over == form.contracted and not op.facets.contracts for op in program.ops)
+    if any(isinstance(d, Symbol) for d in outer) or form.hidden or form.reduced or form.vectors:
+        return False
+    rows, columns = dim_extent(dims[form.row]), dim_extent(dims[form.column])
+    tiles = ceil_div(rows, 128) * ceil_div(columns, 128) * prod(dim_extent(d) for d in outer[1:])
+    deep = dim_extent(dims[form.contracted]) >= LONG
+    return not statistics and rows > FEW_ROWS and deep and 8 * tiles <= target.sms
 
 
 def _is_turned(program: LabelledProgram, op: LabelledOp, row: str, contracted: str) -> bool:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
+from cutesuper.skeletons.base import Argument, Limit, Output, Plan, Scratch, View, view_of
 from cutesuper.skeletons.matmul.copies import (
     PIECE,
     TURN_BYTES,
@@ -273,6 +273,33 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def cluster(self) -> int:
         """Blocks that share one output tile, each with a part of the contracted label (split-K)."""
         return self.program.parts_along(self.contracted, AxisKind.CLUSTER)
+
+    @cached_property
+    def parts(self) -> int:
+        """Blocks of the grid that share one output tile, each with a part of the contracted label:
+        they meet in device memory."""
+        return self.program.parts_along(self.contracted, AxisKind.GRID)
+
+    @property
+    def ranks(self) -> int:
+        """Parts of the contracted label, in a cluster or over the grid."""
+        return self.cluster * self.parts
+
+    @cached_property
+    def tiles(self) -> int:
+        """Number of output tiles; symbolic extents count with their hint."""
+        dims, (m, n, _) = self.program.dims, self.tile
+        batch = prod(extent(dims[d]) for d in self.batch)
+        return batch * ceil_div(extent(dims[self.row]), m) * ceil_div(extent(dims[self.column]), n)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """Partial sums of the grid's parts, and a counter for every tile at which they meet."""
+        if self.parts == 1:
+            return ()
+        m, n, _ = self.tile
+        count = self.tiles * self.parts * len(self.finals) * m * n
+        return Scratch((count,), "float32", False), Scratch((self.tiles,), "int32", True)
 
     @cached_property
     def column_cluster(self) -> int:
@@ -563,7 +590,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def stands_alone(self) -> bool:
         """True if a block finishes its tile by itself, from the loop's accumulators."""
         beside = self.tails or self.reductions or self.vector_rows or self.shift is not None
-        return self.cluster_size == 1 and not beside
+        return self.cluster_size * self.parts == 1 and not beside
 
     @property
     def store_piece(self) -> int:
@@ -589,7 +616,7 @@ def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[in
         return s.persistent, 1, 1
     # `columns` may be a number of the traced launch, for which this division is right too
     pairs = (columns + s.share_rows - 1) // s.share_rows
-    return s.share_rows * pairs * plan.cluster, rows, batch
+    return s.share_rows * pairs * plan.cluster, rows, batch * plan.parts
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:
@@ -638,12 +665,32 @@ def exceeded_by_tile(plan: MatmulPlan) -> Limit | None:
             "and what the products after the loop take) do not fit into the registers of two "
             "warpgroups",
         )
+    if plan.parts > 1 and (mistake := _bad_parts(plan)):
+        return Limit("what the parts of a grid cannot share", mistake)
     if (n // plan.cluster) % 8:
         return Limit(
             "columns that a cluster cannot share out",
             f"{n} columns cannot be shared out over {plan.cluster} blocks",
         )
     return None
+
+
+def _bad_parts(plan: MatmulPlan) -> str:
+    """The reason why the grid cannot divide the contracted label; empty if it can."""
+    more = plan.statistics or plan.tails or plan.reductions or plan.vector_rows or plan.shift
+    outer = (plan.row, *plan.batch)
+    if more or plan.cluster_size > 1:
+        return (
+            f"the grid divides {plan.contracted} into {plan.parts} parts, whose partial sums are "
+            "all that blocks leave for each other: no statistics, products after the loop, "
+            "reductions along the columns, or clusters"
+        )
+    if any(isinstance(plan.program.dims[d], Symbol) for d in outer):
+        return (
+            f"the grid divides {plan.contracted} into {plan.parts} parts that wait for each other: "
+            "the number of tiles must be known"
+        )
+    return ""
 
 
 def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
@@ -679,6 +726,12 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             "warpgroups",
         )
     short = plan.exchange_in_ring and s.stages * plan.stage_bytes < plan.exchange_bytes
+    if plan.parts > 1 and plan.parts * plan.tiles > target.sms:
+        return Limit(
+            "blocks that wait for each other exceed the multiprocessors",
+            f"{plan.parts} parts of {plan.contracted} in each of {plan.tiles} tiles wait for each "
+            f"other, and {target.sms} blocks run at once; use fewer parts",
+        )
     if plan.shared_bytes > target.shared_bytes or s.stages < 2 or short:
         return Limit(
             "stages exceed the shared memory",

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import (
-    ACCUMULATE,
-    CLUSTER_REDUCE,
+    ENDING,
     LOAD,
     AxisKind,
     BlockOp,
@@ -275,11 +274,10 @@ class Roles:
         """Follow a value through accumulate and cluster_reduce to the operation that ends it."""
         ops = self.program.ops
         if axes is None:
-            axes = self._axes(self.contracted, AxisKind.LOOP, AxisKind.CLUSTER)
+            axes = self._axes(self.contracted, AxisKind.LOOP, AxisKind.CLUSTER, AxisKind.GRID)
         while axes:
             users = self._users(value)
-            kinds = (ACCUMULATE, CLUSTER_REDUCE)
-            if len(users) != 1 or ops[users[0]].kind not in kinds:
+            if len(users) != 1 or ops[users[0]].kind not in ENDING:
                 raise LoweringError(
                     f"{self.where}: the partial result of operation {value} is used before it is "
                     f"complete over {', '.join(sorted(axes))}"

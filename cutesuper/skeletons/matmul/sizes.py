@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
@@ -104,16 +105,34 @@ def _fits(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> bool:
 
 
 def _programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Iterator[BlockProgram]:
+    k = structure.dims[form.contracted]
+    parted = any(a.dim == form.contracted for a in structure.of_kind(AxisKind.GRID))
     for tile, cluster in _matmul_tiles(structure, form, target):
-        parts = 1 if form.reduced else cluster  # of the contracted label
-        k = structure.dims[form.contracted]
-        loop = None if isinstance(k, Symbol) else ceil_div(k, parts * tile[form.contracted])
-        inner = {
-            f"{form.contracted}.loop": loop,
-            f"{form.contracted}.cluster": cluster,
-            f"{form.column}.cluster": cluster,
-        }
-        yield resize(structure, tile, inner)
+        depth = tile[form.contracted]
+        own = 1 if form.reduced else cluster  # parts of the contracted label
+        found = _grid_parts(structure, form, tile, target) if parted else (1,)
+        for parts in found:
+            loop = None if isinstance(k, Symbol) else ceil_div(k, parts * own * depth)
+            inner = {
+                f"{form.contracted}.loop": loop,
+                f"{form.contracted}.cluster": cluster,
+                f"{form.column}.cluster": cluster,
+            }
+            inner |= {f"{form.contracted}.grid": parts} if parted else {}
+            yield resize(structure, tile, inner)
+
+
+def _grid_parts(
+    structure: BlockProgram, form: MatmulForm, tile: dict[str, int], target: Target
+) -> tuple[int, ...]:
+    """Numbers of parts into which the grid may divide the contracted label: as many as there are
+    multiprocessors for, of equal length."""
+    dims = structure.dims
+    outer = (form.row, form.column, *form.batch)
+    tiles = prod(ceil_div(extent(dims[d]), tile[d]) for d in outer)
+    steps = ceil_div(extent(dims[form.contracted]), tile[form.contracted])
+    most = min(target.sms // tiles, steps)
+    return (ceil_div(steps, ceil_div(steps, most)),) if most > 1 else ()
 
 
 def _matmul_tiles(

@@ -6,7 +6,7 @@ Parts are given these and the parts that they use, never the kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -127,7 +127,7 @@ class Known:
         plan = self.plan
         if not plan.open_depth:
             return plan.iterations
-        return cute.ceil_div(self.extents.of(plan.contracted, tensors), self.k * self.cluster)
+        return cute.ceil_div(self.extents.of(plan.contracted, tensors), self.k * plan.ranks)
 
     def is_early(self, operation: int) -> bool:
         """True if a load may be issued before the dependency wait."""
@@ -256,6 +256,8 @@ class Here:
         warp: index in the block, uniform.
         lane: in the warp.
         tile: the one that it works at.
+        scratch: tensors in device memory for partial sums and counters, given to consumers; none
+            if the grid has no parts.
     """
 
     memory: Memory
@@ -264,14 +266,15 @@ class Here:
     warp: Any
     lane: Any
     tile: Tile
+    scratch: Any = ()
 
     def at(self, tile: Tile) -> Here:
         """The same thread at another tile."""
-        return Here(self.memory, self.tensors, self.thread, self.warp, self.lane, tile)
+        return replace(self, tile=tile)
 
     def by(self, thread: Any) -> Here:
         """The same tile for a thread that is numbered otherwise."""
-        return Here(self.memory, self.tensors, thread, self.warp, self.lane, self.tile)
+        return replace(self, thread=thread)
 
     @property
     def quarter(self) -> Any:

@@ -61,9 +61,10 @@ class MatmulKernel:
 
     @cute.jit
     def __call__(self, *args):
-        """Launch; the arguments are the plan's tensors in order, then the stream."""
-        tensors, stream = list(args[:-1]), args[-1]
+        """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         k, plan = self.k, self.plan
+        count = len(plan.arguments)
+        tensors, scratch, stream = list(args[:count]), list(args[count:-1]), args[-1]
         rows = k.ring_layout()
         atoms = self.producer.atoms(tensors) + self.tile_store.atoms(tensors)
         row_tiles = cute.ceil_div(k.extents.of(plan.row, tensors), k.m)
@@ -71,12 +72,13 @@ class MatmulKernel:
         batch = 1
         for label in plan.batch:
             batch = batch * k.extents.of(label, tensors)
-        self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, rows).launch(
+        self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, rows, scratch).launch(
             grid=tile_grid(plan, column_tiles, row_tiles, batch),
             block=(plan.threads, 1, 1),
             cluster=(plan.cluster_size * self.sharing.blocks, 1, 1),
             stream=stream,
             use_pdl=k.dependent,
+            cooperative=plan.parts > 1,
             # without this cap the compiler ignores the hand-over of registers
             min_blocks_per_mp=1,
         )
@@ -90,6 +92,7 @@ class MatmulKernel:
         coords: list[cute.Tensor],
         tensors: list[cute.Tensor],
         row_layout: cute.ComposedLayout,
+        scratch: list[cute.Tensor],
     ):
         k = self.k
         tidx, _, _ = cute.arch.thread_idx()
@@ -99,6 +102,8 @@ class MatmulKernel:
         rank = Int32(0)
         if cutlass.const_expr(k.cluster > 1):
             rank = rank_in_cluster()
+        if cutlass.const_expr(self.plan.parts > 1):
+            rank, bz = bz % self.plan.parts, bz // self.plan.parts
         tile_n, tile_m = bx // k.cluster, by
         batch = k.batch_index(bz, tensors)
         tile = Tile(tile_m, tile_n, rank, batch, k.iterations(tensors))
@@ -134,7 +139,7 @@ class MatmulKernel:
                 take_registers(registers[0])
             if cutlass.const_expr(self.grouped):
                 wait_for_cluster()
-            self.consumer.run(Here(memory, tensors, tidx, warp, lane, tile), outs)
+            self.consumer.run(Here(memory, tensors, tidx, warp, lane, tile, scratch), outs)
         else:
             if cutlass.const_expr(together):
                 give_registers(registers[1])
