@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 import cutesuper as cs
-from cutesuper.errors import LoweringError, SearchError
-from cutesuper.ir.dims import Dim
+from cutesuper.errors import LoweringError, ScheduleError, SearchError
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.report import plan_text
 from cutesuper.search.region import SearchOptions
 from cutesuper.search.search import search
 from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
 from tests.odd_products import of_columns
 from tests.plans import Linear
@@ -26,10 +28,14 @@ def of_norms(m: int, k: int, n: int) -> KernelGraph:
     return g
 
 
+def best(graph: KernelGraph) -> MuGraph:
+    """The best program."""
+    return search(graph, H200, options=SearchOptions(lowered=True, keep=1)).candidates[0].mugraph
+
+
 def kernels(graph: KernelGraph) -> int:
     """Number of kernels of the best program."""
-    found = search(graph, H200, options=SearchOptions(lowered=True, keep=1))
-    return len(found.candidates[0].mugraph.steps)
+    return len(best(graph).steps)
 
 
 def test_rows_that_lie_side_by_side_are_multiplied_where_they_are() -> None:
@@ -60,3 +66,57 @@ def test_an_open_extent_of_strides_is_refused() -> None:
     g.mark_output(g.matmul(g.transpose(x), w))
     with pytest.raises(SearchError, match="T not as its first dimension"):
         kernels(g)
+
+
+# --------------------------------------------------------------------------- parts of the grid
+
+
+def of_two(m: Dim, k: int, n: int) -> KernelGraph:
+    """``X W`` with a bias."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), "bfloat16", name="X"), g.new_input((k, n), "bfloat16", name="W")
+    g.mark_output(g.matmul(x, w) + g.new_input((n,), "bfloat16", name="b"))
+    return g
+
+
+def parts(graph: KernelGraph) -> int:
+    """Parts into which the grid divides the contracted label in the best program."""
+    mu = best(graph)
+    plan = make_plan(mu.steps[0], mu.tensors, H200)
+    assert isinstance(plan, MatmulPlan)
+    assert plan.parts * plan.tiles <= H200.sms
+    return plan.parts
+
+
+def test_the_grid_divides_long_products_of_few_tiles() -> None:
+    assert parts(of_two(256, 524288, 256)) > 16
+    assert parts(of_two(cs.symbol("M", hint=256), 524288, 256)) == 1  # open numbers of tiles
+    assert parts(of_two(4096, 4096, 256)) == 1
+
+
+def test_parts_of_the_grid_in_words() -> None:
+    plan = Linear(m=150, k=1000, n=136, tile_m=80, tile_k=64, norm=False, parts=5).plan()
+    sums, counters = plan.scratch
+    assert sums.shape == (6 * 5 * 80 * 64,) and counters.shape == (6,) and counters.zeroed
+    text = plan_text("k", plan)
+    assert (
+        "5 blocks share each tile, each with a part of K: they leave their sums in 153600" in text
+    )
+    assert "meet at 6 counter(s)" in text and not plan.schedule.bulk_store
+
+
+@pytest.mark.parametrize(
+    ("linear", "message"),
+    [
+        (Linear(k=1024, parts=4), "no statistics, products after the loop, reductions along the c"),
+        (Linear(k=1024, norm=False, parts=2, cluster=2), "or clusters"),
+        (Linear(Symbol("M"), 1024, norm=False, parts=2), "the number of tiles must be known"),
+        (
+            Linear(k=1024, n=4352, norm=False, parts=2),
+            "2 parts of K in each of 68 tiles .* fewer pa",
+        ),
+    ],
+)
+def test_parts_of_the_grid_are_refused(linear: Linear, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        linear.plan()
