@@ -44,6 +44,26 @@ def test_open_numbers_of_what_is_summed(m: int, n: int) -> None:
         check(kernel, zoo.draw(kernel.graph, i, "cuda", {"T": rows}))
 
 
+ORDERS = {
+    "heads between": ((64, 3, 72), (1, 2, 0), (64, 3, 128), (1, 0, 2)),
+    "heads between, all turned": ((64, 3, 72), (1, 2, 0), (128, 3, 64), (1, 2, 0)),
+    "heads between, copied": ((64, 3, 71), (1, 2, 0), (64, 3, 65), (1, 0, 2)),
+}
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("name", ORDERS)
+def test_operands_in_any_order(name: str) -> None:
+    """One kernel reads both as they are stored, with the batch between the matrix's labels."""
+    x_shape, x_order, w_shape, w_order = ORDERS[name]
+    g = cs.new_kernel_graph()
+    x, w = g.new_input(x_shape, "bfloat16"), g.new_input(w_shape, "bfloat16")
+    g.mark_output(g.matmul(g.transpose(x, x_order), g.transpose(w, w_order)))
+    kernel = cs.superoptimize(g)
+    assert len(kernel.mugraph.steps) == 1
+    check(kernel, zoo.draw(g, 2, "cuda"))
+
+
 @pytest.mark.ptx
 @pytest.mark.parametrize("transposed", [False, True], ids=["KN", "NK"])
 def test_what_lies_behind_a_row_is_not_multiplied(transposed: bool) -> None:

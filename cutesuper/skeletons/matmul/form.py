@@ -341,8 +341,11 @@ def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
     labels = (form.contracted, form.column, *form.hidden)
     matrices = [set(p) for p in combinations(labels, 2) if set(p) <= set(mapping)]
     if matrices:
-        if set(mapping[-2:]) not in matrices:
-            raise SearchError("matmul: a column operand must have its matrix in the last two dims")
+        if not any(mapping[-1] in m for m in matrices):
+            raise SearchError(
+                "matmul: a column operand must be stored with one of its matrix's labels last, not as "
+                f"({', '.join(mapping)})"
+            )
     elif (found := inner & set(mapping)) and mapping[-1] not in found and not form.turned:
         raise SearchError(
             f"matmul: a tensor is read with its rows along memory ({', '.join(mapping)}); only a "
