@@ -343,7 +343,7 @@ def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
     if matrices:
         if not any(mapping[-1] in m for m in matrices):
             raise SearchError(
-                "matmul: a column operand must be stored with one of its matrix's labels last, not as "
+                "matmul: a column operand must be stored with a label of its matrix last, not as "
                 f"({', '.join(mapping)})"
             )
     elif (found := inner & set(mapping)) and mapping[-1] not in found and not form.turned:
