@@ -34,8 +34,9 @@ from cutesuper.skeletons.form import check_reductions
 from cutesuper.skeletons.matmul.plan import FEW_ROWS, MAX_HIDDEN
 from cutesuper.targets import Target
 
-#: elements of a contracted label that are worth blocks which meet in device memory
-LONG = 4096
+#: elements of a contracted label for which blocks may meet in device memory, at least and for each
+#: tile; estimates, as are the 3 to 5 us that the meeting is priced at
+LONG, LONG_PER_TILE = 4096, 512
 #: most columns that are reduced: blocks of a cluster times columns of each
 MAX_REDUCED = 8 * 256
 
@@ -59,8 +60,7 @@ class MatmulForm:
             ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``.
         turned: True if the rows lie side by side in memory, X stored (K, M): nothing but products
             reads them then.
-        few_tiles: True if a cluster for each tile would leave most of the chip idle, so that the
-            grid may divide the contracted label too.
+        few_tiles: True if the grid may divide the contracted label too, see `_has_few_tiles`.
     """
 
     row: str
@@ -199,8 +199,8 @@ def matmul_form(
 
 
 def _has_few_tiles(program: LabelledProgram, form: MatmulForm, target: Target) -> bool:
-    """True if products of many rows, with nothing else, have so few tiles of 128x128 that clusters
-    of 8 for each do not fill the target, and enough to do for more blocks."""
+    """True if products of many rows, with nothing else, have so few tiles of 128x128 that half of
+    the target is idle, and so long ones that blocks which meet in device memory pay."""
     dims = program.dims
     outer = [dims[d] for d in (form.row, *form.batch)]
     statistics = any(op.over == form.contracted and not op.facets.contracts for op in program.ops)
@@ -208,8 +208,8 @@ def _has_few_tiles(program: LabelledProgram, form: MatmulForm, target: Target) -
         return False
     rows, columns = dim_extent(dims[form.row]), dim_extent(dims[form.column])
     tiles = ceil_div(rows, 128) * ceil_div(columns, 128) * prod(dim_extent(d) for d in outer[1:])
-    deep = dim_extent(dims[form.contracted]) >= LONG
-    return not statistics and rows > FEW_ROWS and deep and 8 * tiles <= target.sms
+    long = dim_extent(dims[form.contracted]) >= max(LONG, LONG_PER_TILE * tiles)
+    return not statistics and rows > FEW_ROWS and long and 2 * tiles <= target.sms
 
 
 def _is_turned(program: LabelledProgram, op: LabelledOp, row: str, contracted: str) -> bool:
