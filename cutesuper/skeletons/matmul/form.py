@@ -31,12 +31,14 @@ from cutesuper.ir.block import (
 from cutesuper.ir.dims import Dim, Symbol, ceil_div
 from cutesuper.ir.dims import extent as dim_extent
 from cutesuper.skeletons.form import check_reductions
+from cutesuper.skeletons.matmul.copies import PIECE
 from cutesuper.skeletons.matmul.plan import FEW_ROWS, MAX_HIDDEN
 from cutesuper.targets import Target
 
 #: elements of a contracted label for which blocks may meet in device memory, at least and for each
-#: tile; estimates, as are the 3 to 5 us that the meeting is priced at
-LONG, LONG_PER_TILE = 4096, 512
+#: tile, and the same where threads copy operands; estimates, as are the 3 to 5 us that the meeting
+#: is priced at
+LONG, LONG_COPIED = (4096, 512), (1024, 32)
 #: most columns that are reduced: blocks of a cluster times columns of each
 MAX_REDUCED = 8 * 256
 
@@ -198,6 +200,14 @@ def matmul_form(
     return replace(form, few_tiles=_has_few_tiles(program, form, target))
 
 
+def _has_copies(program: LabelledProgram, form: MatmulForm) -> bool:
+    """True if rows of an operand are no multiples of 16 bytes: see `matmul.copies`."""
+    last = (
+        op.attributes["map"][-1] for op in program.of_kind(LOAD) if form.contracted in op.labels
+    )
+    return any(dim_extent(program.dims[d]) % PIECE for d in last if d is not None)
+
+
 def _has_few_tiles(program: LabelledProgram, form: MatmulForm, target: Target) -> bool:
     """True if products of many rows, with nothing else, have so few tiles of 128x128 that half of
     the target is idle, and so long ones that blocks which meet in device memory pay."""
@@ -208,7 +218,8 @@ def _has_few_tiles(program: LabelledProgram, form: MatmulForm, target: Target) -
         return False
     rows, columns = dim_extent(dims[form.row]), dim_extent(dims[form.column])
     tiles = ceil_div(rows, 128) * ceil_div(columns, 128) * prod(dim_extent(d) for d in outer[1:])
-    long = dim_extent(dims[form.contracted]) >= max(LONG, LONG_PER_TILE * tiles)
+    least, each = LONG_COPIED if _has_copies(program, form) else LONG
+    long = dim_extent(dims[form.contracted]) >= max(least, each * tiles)
     return not statistics and rows > FEW_ROWS and long and 2 * tiles <= target.sms
 
 
