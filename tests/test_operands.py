@@ -92,6 +92,8 @@ def test_the_grid_divides_long_products_of_few_tiles() -> None:
     assert parts(of_two(256, 524288, 256)) > 16
     assert parts(of_two(cs.symbol("M", hint=256), 524288, 256)) == 1  # open numbers of tiles
     assert parts(of_two(4096, 4096, 256)) == 1
+    # threads copy both operands, which is slow enough for shorter ones
+    assert parts(of_columns(513, 1777, 1001, "bfloat16")) > 1 == parts(of_two(512, 1776, 1000))
 
 
 def test_parts_of_the_grid_in_words() -> None:

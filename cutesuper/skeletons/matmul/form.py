@@ -202,10 +202,9 @@ def matmul_form(
 
 def _has_copies(program: LabelledProgram, form: MatmulForm) -> bool:
     """True if rows of an operand are no multiples of 16 bytes: see `matmul.copies`."""
-    last = (
-        op.attributes["map"][-1] for op in program.of_kind(LOAD) if form.contracted in op.labels
-    )
-    return any(dim_extent(program.dims[d]) % PIECE for d in last if d is not None)
+    staged = [op for op in program.of_kind(LOAD) if form.contracted in op.labels]
+    last = {op.attributes["map"][-1] for op in staged} - {None}
+    return any(dim_extent(program.dims[d]) % PIECE for d in last)
 
 
 def _has_few_tiles(program: LabelledProgram, form: MatmulForm, target: Target) -> bool:
