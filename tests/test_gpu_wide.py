@@ -115,6 +115,9 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
     "parts of the grid, odd rows side by side": (
         Linear(77, 900, 131, 128, 64, 64, norm=False, turned=True, parts=3), {}
     ),
+    "parts of the grid, rewritten rows": (
+        Linear(70, 520, 128, 72, 128, 64, norm=False, gain=True, bias=True, parts=3), {}
+    ),
     "parts of what the call says": (
         Linear(64, Symbol("K", 320), 64, 64, 64, 64, norm=False, turned=True, parts=4), {}
     ),

@@ -3,8 +3,8 @@ tile, and finishes a part of it.
 
 Blocks leave their sums in device memory and wait for the others of their tile; then each adds up
 some elements, in the order of the parts, so that results are the same bits every time. One block
-that adds everything up would read the partial sums of all: 8 MB for 66 parts of 128x256, which a
-multiprocessor takes 80 us for.
+that adds everything up would read the partial sums of all: 8.6 MB of 66 parts of 128x256, at 86 KB a
+microsecond.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class GridParts:
         """The place of an item of one part: neighbouring items are neighbouring columns."""
         index = (self.unit(here) * self.parts + part) * self.k.results + product
         offset = (index * self.items + item) * self.width
-        sums = here.scratch[0].iterator
-        return (sums + cute.assume(offset, divby=self.width)).align(4 * self.width)
+        return here.scratch[0].iterator + cute.assume(offset, divby=self.width)
 
     @cute.jit
     def leave(self, accumulators, here):
