@@ -75,8 +75,8 @@ class Block:
         return part, *values
 
     def close(self, x: int, label: str, op: str = "sum") -> int:
-        """Reduce over the loop, the cluster and the grid axis of a label, whichever it has."""
-        for kind in ("loop", "persistent", "cluster", "grid"):
+        """Reduce over the loop and the cluster axis of a label, whichever it has."""
+        for kind in ("loop", "persistent", "cluster"):
             if any(a.name == f"{label}.{kind}" for a in self.axes):
                 x = self.acc(x, f"{label}.{kind}", op)
         return x

@@ -90,9 +90,9 @@ class Linear:
         row = b.op("mul", x, b.load(name["G"], "K")) if self.gain else x
         w = b.load(name["W"], *(("N", "K") if self.transposed else ("K", "N")))
         args = (w, row) if self.swapped else (row, w)
-        result = b.close(b.op("matmul", *args, over="K"), "K")
+        result = self._closed(b, b.op("matmul", *args, over="K"))
         if self.norm:
-            mean = b.close(b.op("mean", b.op("square", x), over="K"), "K")
+            mean = self._closed(b, b.op("mean", b.op("square", x), over="K"))
             result = b.op("div", result, b.op("sqrt", b.op("add", mean, b.const(1e-6))))
         if self.bias:
             result = b.op("add", result, b.load(name["B"], "N"))
@@ -113,6 +113,10 @@ class Linear:
         """Its plan (a `MatmulPlan`)."""
         tensors = specs(self.shapes(), self.dtype, ("W", "G", "B"))
         return make_plan(self.block().step("linear"), tensors, target, **options)
+
+    def _closed(self, b: Block, x: int) -> int:
+        complete = b.close(x, "K")
+        return b.acc(complete, "K.grid") if self.parts > 1 else complete
 
     def _axes(self) -> dict[str, int | None]:
         rows = None if isinstance(self.m, Symbol) else ceil_div(self.m, self.tile_m)
