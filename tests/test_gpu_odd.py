@@ -65,6 +65,19 @@ def test_operands_in_any_order(name: str) -> None:
 
 
 @pytest.mark.ptx
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+def test_few_rows_of_many_batches(norm: bool) -> None:
+    """The batches are the rows: four products of as many rows as there are batches."""
+    g = cs.new_kernel_graph()
+    x = g.new_input((cs.symbol("M", hint=32), 4, 200), "float16", name="X")
+    w = g.new_input((200, 72), "float16", name="W")
+    g.mark_output(g.matmul(g.rms_norm(x) if norm else x, w))
+    kernel = cs.superoptimize(g)
+    for m in (32, 5):
+        check(kernel, zoo.draw(g, 3, "cuda", {"M": m}))
+
+
+@pytest.mark.ptx
 @pytest.mark.parametrize("transposed", [False, True], ids=["KN", "NK"])
 def test_what_lies_behind_a_row_is_not_multiplied(transposed: bool) -> None:
     """The words that hold the end of a row hold the beginning of the next one: NaN times zero would

@@ -68,6 +68,21 @@ def test_an_open_extent_of_strides_is_refused() -> None:
         kernels(g)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rows"), [((32, 4, 256), 32), ((4, 32, 256), 32), ((cs.symbol("B", 64), 8, 256), 64)]
+)
+def test_the_longest_label_that_a_weight_lacks_is_that_of_rows(
+    shape: tuple[Dim, ...], rows: int
+) -> None:
+    """Each index of the others reads the weight again."""
+    g = new_kernel_graph()
+    x, w = g.new_input(shape, "float16", name="X"), g.new_input((256, 128), "float16", name="W")
+    g.mark_output(g.matmul(x, w))
+    mu = best(g)
+    plan = make_plan(mu.steps[0], mu.tensors, H200)
+    assert isinstance(plan, MatmulPlan) and plan.tile[0] == rows and len(plan.batch) == 1
+
+
 # --------------------------------------------------------------------------- parts of the grid
 
 

@@ -172,6 +172,7 @@ def matmul_form(
     tails = [op for op in products if op not in looped]
     hidden = tuple(dict.fromkeys(op.over for op in tails if op.over is not None))
     row, column = _rows_and_columns(program, (tails or looped)[0], hidden)
+    row = _longest_rows(program, products, row, column)
     over = dict.fromkeys(
         op.over
         for i, op in enumerate(program.ops)
@@ -263,6 +264,23 @@ def _rows_and_columns(
     if whole or len(rows) != 1 or not free:
         raise SearchError("a matrix product kernel stores tensors with the same rows and columns")
     return rows.pop(), free[-1]
+
+
+def _longest_rows(
+    program: LabelledProgram, products: list[LabelledOp], row: str, column: str
+) -> str:
+    """The longest label of rows: of several that all column operands lack, as in
+    ``X[32, 4, K] @ W[K, N]``, each of the others reads W again."""
+
+    def lacking(op: LabelledOp) -> set[str]:
+        a, b = (program.ops[i].labels for i in op.inputs)
+        return set(a - b if row in a else b - a) - {str(op.over)}
+
+    found = set[str].intersection(*(lacking(op) for op in products)) - {column}
+    last = {op.attributes["map"][-1] for op in program.of_kind(LOAD)}
+    if row in last or row not in found:
+        return row
+    return max((row, *sorted(found - {row})), key=lambda d: dim_extent(program.dims[d]))
 
 
 def _check_after(
