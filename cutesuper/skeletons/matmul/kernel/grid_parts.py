@@ -3,8 +3,8 @@ tile, and finishes a part of it.
 
 Blocks leave their sums in device memory and wait for the others of their tile; then each adds up
 some elements, in the order of the parts, so that results are the same bits every time. One block
-that adds everything up would read the partial sums of all: 8.6 MB of 66 parts of 128x256, at 86 KB a
-microsecond.
+that adds everything up would read the partial sums of all: 8.6 MB of 66 parts of 128x256, at 86 KB
+a microsecond.
 """
 
 from __future__ import annotations
