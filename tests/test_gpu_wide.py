@@ -101,6 +101,9 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
     "rows side by side, over a cluster": (
         Linear(136, 250, 72, 128, 64, 64, 2, norm=False, bias=True, turned=True), {}
     ),
+    "four boxes in two instructions, copied": (
+        Linear(257, 130, 67, 256, 128, 64, norm=False, turned=True), {}
+    ),
     "pairs of boxes that walk": (
         Linear(320, 300, 384, 128, 128, 64, norm=False, residual=True, turned=True),
         {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},

@@ -38,7 +38,7 @@ from cutesuper.targets import Target
 #: elements of a contracted label for which blocks may meet in device memory, at least and for each
 #: tile, and the same where threads copy operands; estimates, as are the 3 to 5 us that the meeting
 #: is priced at
-LONG, LONG_COPIED = (4096, 512), (1024, 32)
+LONG, LONG_COPIED = (8192, 512), (1024, 32)
 #: most columns that are reduced: blocks of a cluster times columns of each
 MAX_REDUCED = 8 * 256
 
