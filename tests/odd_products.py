@@ -21,7 +21,7 @@ def batched(m: Dim, k: int, n: int, dtype: str) -> KernelGraph:
     return g
 
 
-def of_columns(m: Dim, k: int, n: int, dtype: str) -> KernelGraph:
+def of_columns(m: Dim, k: Dim, n: int, dtype: str) -> KernelGraph:
     """``X^T W``: both with their contracted label first, as the gradient of a weight."""
     g = new_kernel_graph()
     x, w = g.new_input((k, m), dtype, name="X"), g.new_input((k, n), dtype, name="W")

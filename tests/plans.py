@@ -68,10 +68,12 @@ class Linear:
         bias, residual: add them after it.
         swapped: the operands of the product stand in the other order.
         transposed: W is stored (N, K).
+        turned: X is stored (K, M).
+        parts: blocks of the grid that share K.
     """
 
     m: Dim = 16
-    k: int = 512
+    k: Dim = 512
     n: int = 256
     tile_m: int = 16
     tile_n: int = 64
@@ -84,18 +86,20 @@ class Linear:
     swapped: bool = False
     transposed: bool = False
     dtype: str = "float16"
+    turned: bool = False
+    parts: int = 1
 
     def block(self, names: Mapping[str, str] | None = None) -> Block:
         """The program; ``names`` renames tensors."""
         name = {t: t for t in "XWGZBR"} | dict(names or {})
         b = Block({"M": self.m, "K": self.k, "N": self.n}, self._axes(), self._tile())
-        x = b.load(name["X"], "M", "K")
+        x = b.load(name["X"], *(("K", "M") if self.turned else ("M", "K")))
         row = b.op("mul", x, b.load(name["G"], "K")) if self.gain else x
         w = b.load(name["W"], *(("N", "K") if self.transposed else ("K", "N")))
         args = (w, row) if self.swapped else (row, w)
-        result = b.close(b.op("matmul", *args, over="K"), "K")
+        result = self._closed(b, b.op("matmul", *args, over="K"))
         if self.norm:
-            mean = b.close(b.op("mean", b.op("square", x), over="K"), "K")
+            mean = self._closed(b, b.op("mean", b.op("square", x), over="K"))
             result = b.op("div", result, b.op("sqrt", b.op("add", mean, b.const(1e-6))))
         if self.bias:
             result = b.op("add", result, b.load(name["B"], "N"))
@@ -106,7 +110,8 @@ class Linear:
 
     def shapes(self) -> dict[str, tuple[Dim, ...]]:
         w = (self.n, self.k) if self.transposed else (self.k, self.n)
-        shapes: dict[str, tuple[Dim, ...]] = {"X": (self.m, self.k), "W": w, "Z": (self.m, self.n)}
+        x = (self.k, self.m) if self.turned else (self.m, self.k)
+        shapes: dict[str, tuple[Dim, ...]] = {"X": x, "W": w, "Z": (self.m, self.n)}
         shapes |= {"G": (self.k,)} if self.gain else {}
         shapes |= {"B": (self.n,)} if self.bias else {}
         return shapes | ({"R": (self.m, self.n)} if self.residual else {})
@@ -116,11 +121,17 @@ class Linear:
         tensors = specs(self.shapes(), self.dtype, ("W", "G", "B"))
         return make_plan(self.block().step("linear"), tensors, target, **options)
 
+    def _closed(self, b: Block, x: int) -> int:
+        complete = b.close(x, "K")
+        return b.acc(complete, "K.grid") if self.parts > 1 else complete
+
     def _axes(self) -> dict[str, int | None]:
         rows = None if isinstance(self.m, Symbol) else ceil_div(self.m, self.tile_m)
-        loop = ceil_div(self.k, self.cluster * self.tile_k)
+        each = self.cluster * self.parts * self.tile_k
+        loop = None if isinstance(self.k, Symbol) else ceil_div(self.k, each)
         axes: dict[str, int | None] = {"M.grid": rows, "N.grid": ceil_div(self.n, self.tile_n)}
         axes |= {"K.cluster": self.cluster} if self.cluster > 1 else {}
+        axes |= {"K.grid": self.parts} if self.parts > 1 else {}
         return axes | {"K.loop": loop}
 
     def _tile(self) -> dict[str, int]:

@@ -35,6 +35,7 @@ from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from tests import zoo
 from tests.attention import Attention, serving_inputs
 from tests.chains import Chain
+from tests.odd_products import of_columns
 from tests.plans import Linear, request_of
 from tests.row_programs import (
     Case,
@@ -154,6 +155,8 @@ CASES: dict[str, Callable[[int], bool]] = {
     "cluster of 4, gain": planned(Linear(m=1, k=K, n=N, tile_m=8, tile_k=64, cluster=4, gain=True)),
     "dependent": planned(Linear(m=17, k=K, n=N, tile_k=64, cluster=2), dependent=True),
     "staged epilogue": planned(Linear(m=100, k=K, n=N, tile_m=64, tile_k=64)),
+    "rows side by side": searched(of_columns(70, 100, 72, "float16")),
+    "parts of the grid, copied": searched(of_columns(130, 1500, 65, "float16")),
     "layer norm": searched(zoo.layer_norm_linear(17, 264, 200)),
     "layer norm in a cluster": searched(zoo.layer_norm_linear(3, 1024, N, residual=True)),
     "norm of rows": searched(zoo.rows("rms_norm", (17, 1000))),

@@ -31,6 +31,8 @@ def copied(plan: MatmulPlan) -> list[str]:
         (Linear(k=500, n=252), ["X", "W"]),
         (Linear(n=252, transposed=True), []),  # only the results have odd rows
         (Linear(k=500, transposed=True), ["X", "W"]),
+        (Linear(64, 501, 256, 64, norm=False, turned=True), []),
+        (Linear(61, 501, 256, 64, norm=False, turned=True), ["X"]),
     ],
 )
 def test_only_what_bulk_loads_cannot_address_is_copied(linear: Linear, names: list[str]) -> None:

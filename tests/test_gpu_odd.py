@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from tests import zoo
-from tests.odd_products import PROGRAMS, Case, cases
+from tests.odd_products import PROGRAMS, Case, cases, of_columns
 from tests.test_gpu import check, run
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +33,48 @@ def test_products_of_any_extents(i: int, case: Case) -> None:
     kernel = cs.superoptimize(case.graph(), dependent_launch=case.dependent)
     for m in {case.m, case.m + 3 if case.symbolic else case.m}:
         check(kernel, zoo.draw(kernel.graph, i, "cuda", {"M": m}))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize(("m", "n"), [(64, 72), (17, 33)], ids=["loaded", "copied"])
+def test_open_numbers_of_what_is_summed(m: int, n: int) -> None:
+    """``X^T W`` of as many rows as the call says: whole tiles, parts of one, and one."""
+    kernel = cs.superoptimize(of_columns(m, cs.symbol("T", hint=130), n, "float16"))
+    for i, rows in enumerate((130, 64, 65, 1)):
+        check(kernel, zoo.draw(kernel.graph, i, "cuda", {"T": rows}))
+
+
+ORDERS = {
+    "heads between": ((64, 3, 72), (1, 2, 0), (64, 3, 128), (1, 0, 2)),
+    "heads between, all turned": ((64, 3, 72), (1, 2, 0), (128, 3, 64), (1, 2, 0)),
+    "heads between, copied": ((64, 3, 71), (1, 2, 0), (64, 3, 65), (1, 0, 2)),
+}
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("name", ORDERS)
+def test_operands_in_any_order(name: str) -> None:
+    """One kernel reads both as they are stored, with the batch between the matrix's labels."""
+    x_shape, x_order, w_shape, w_order = ORDERS[name]
+    g = cs.new_kernel_graph()
+    x, w = g.new_input(x_shape, "bfloat16"), g.new_input(w_shape, "bfloat16")
+    g.mark_output(g.matmul(g.transpose(x, x_order), g.transpose(w, w_order)))
+    kernel = cs.superoptimize(g)
+    assert len(kernel.mugraph.steps) == 1
+    check(kernel, zoo.draw(g, 2, "cuda"))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+def test_few_rows_of_many_batches(norm: bool) -> None:
+    """The batches are the rows: four products of as many rows as there are batches."""
+    g = cs.new_kernel_graph()
+    x = g.new_input((cs.symbol("M", hint=32), 4, 200), "float16", name="X")
+    w = g.new_input((200, 72), "float16", name="W")
+    g.mark_output(g.matmul(g.rms_norm(x) if norm else x, w))
+    kernel = cs.superoptimize(g)
+    for m in (32, 5):
+        check(kernel, zoo.draw(g, 3, "cuda", {"M": m}))
 
 
 @pytest.mark.ptx

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutesuper.ir.block import MuGraph
+from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
 from cutesuper.skeletons.planner import make_plan
@@ -28,7 +29,7 @@ def definition(linear: Linear) -> KernelGraph:
     shapes = linear.shapes()
     names = [n for n in "XGWBR" if n in shapes]
     given = {n: g.new_input(shapes[n], linear.dtype, n) for n in names}
-    x = given["X"]
+    x = g.transpose(given["X"]) if linear.turned else given["X"]
     rows = x * given["G"] if linear.gain else x
     y = g.matmul(rows, given["W"])
     if linear.norm:
@@ -52,9 +53,14 @@ def wide_kernel(linear: Linear, **knobs: Any) -> Kernel:
 
 
 def check(linear: Linear, **knobs: Any) -> None:
-    """Two launches with poisoned outputs: right, and the same bits."""
+    """Two launches with poisoned outputs: right, and the same bits; twice if an extent is open."""
     kernel = wide_kernel(linear, **knobs)
-    inputs = zoo.draw(kernel.graph, 3, "cuda")
+    for extent in (320, 65) if isinstance(linear.k, Symbol) else (0,):
+        check_once(kernel, linear, zoo.draw(kernel.graph, 3, "cuda", {"K": extent}))
+
+
+def check_once(kernel: Kernel, linear: Linear, inputs: list[torch.Tensor]) -> None:
+    """The same with these inputs."""
     shape = (linear.m, linear.n)
     dtype = getattr(torch, linear.dtype)
     outputs = [torch.full(shape, torch.nan, dtype=dtype, device="cuda") for _ in range(2)]  # type: ignore[arg-type]
@@ -92,6 +98,36 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
         {"persistent": 4, "pieces": 4, "stages": 3, "head": 3},
     ),
     "192 rows and 256 columns": (Linear(200, 256, 256, 192, 256, 64, norm=False), {}),
+    "rows side by side, over a cluster": (
+        Linear(136, 250, 72, 128, 64, 64, 2, norm=False, bias=True, turned=True), {}
+    ),
+    "four boxes in two instructions, copied": (
+        Linear(257, 130, 67, 256, 128, 64, norm=False, turned=True), {}
+    ),
+    "pairs of boxes that walk": (
+        Linear(320, 300, 384, 128, 128, 64, norm=False, residual=True, turned=True),
+        {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},
+    ),
+    "walks with several tiles in the ring": (
+        Linear(300, 64, 264, 72, 128, 64, norm=False, residual=True),
+        {"persistent": 3, "stages": 4, "head": 4},
+    ),
+    "parts of the grid": (
+        Linear(150, 1000, 136, 80, 64, 64, norm=False, bias=True, residual=True, parts=5), {}
+    ),
+    "parts of the grid, odd rows side by side": (
+        Linear(77, 900, 131, 128, 64, 64, norm=False, turned=True, parts=3), {}
+    ),
+    "parts of the grid, rewritten rows": (
+        Linear(70, 520, 128, 72, 128, 64, norm=False, gain=True, bias=True, parts=3), {}
+    ),
+    "parts of what the call says": (
+        Linear(64, Symbol("K", 320), 64, 64, 64, 64, norm=False, turned=True, parts=4), {}
+    ),
+    "as many elements as the call says, in walks": (
+        Linear(160, Symbol("K", 320), 128, 64, 128, 64, norm=False, turned=True),
+        {"persistent": 2, "stages": 3, "head": 3},
+    ),
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ pytest.importorskip("cutlass")
 import cutesuper as cs
 from cutesuper import pipeline
 from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.ir.dims import Dim
 from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
@@ -39,6 +40,8 @@ from tests.gradients import (
 )
 from tests.tracing import Block, GatedMLP, randn
 
+#: most elements that a cluster reduces
+LONGEST = 262144
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -327,16 +330,16 @@ def test_first_calls_keep_nothing(uncollected: None) -> None:
     )  # fmt: skip
     assert gone_after(program)
     assert gone_after(cs.ops.rms_norm)
-    refused = kernel_of("norm and linear", torch.bfloat16, rows=cs.symbol("M", 64))
-    v = torch.ones(128).bfloat16()
+    refused = long_rows(2)
+    row = torch.randn(2, LONGEST + 1).bfloat16()
 
     def recovered(t: Tensor) -> Tensor:
         with suppress(GraphError):
-            refused(t, w.T.contiguous().requires_grad_(), v)
+            refused(row, t[:2, :1].contiguous())
         return t.detach() * 2
 
     assert gone_after(recovered)
-    assert isinstance(refused._gradients["x", "w"], GraphError)
+    assert isinstance(refused._gradients["y",], GraphError)
 
 
 def test_inputs_changed_in_place_are_seen(quick: None) -> None:
@@ -477,28 +480,41 @@ def test_unknown_inputs(quick: None) -> None:
 
 
 def test_a_weight_with_symbolic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of the rows is found; that of a weight adds up rows whose number is not known:
-    refused in the forward call, and not searched for again."""
+    """That gradient adds up rows whose number is not known: the loop ends where the call says."""
     uncompiled(monkeypatch)
     name, rows = "norm and linear", cs.symbol("M", 64)
     kernel = kernel_of(name, torch.bfloat16, rows=rows)
-    x, w, v = CASES[name].draw(torch.bfloat16, rows=40)
-    judge(
-        lambda t: kernel(t, w.detach(), v.detach()),
-        lambda t: CASES[name].theirs(t, w.detach().to(t.dtype), v.detach().to(t.dtype)),
-        [x],
-    )
+    judge(kernel, CASES[name].theirs, CASES[name].draw(torch.bfloat16, rows=40))
+
+
+def long_rows(rows: Dim) -> Kernel:
+    """``X s`` with a factor for each row, whose gradient adds up more elements than a cluster
+    holds."""
+    shapes = (rows, LONGEST + 1), (rows, 1)
+    graph = graph_of(lambda g, x, s: x * s, *shapes, dtype="bfloat16")
+    return cs.superoptimize(graph, target="h200")
+
+
+def test_a_gradient_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the rows is found; that of the factors is refused in the forward call, and
+    not searched for again."""
+    uncompiled(monkeypatch)
+    kernel = long_rows(cs.symbol("M", 4))
+    x = torch.randn(2, LONGEST + 1).bfloat16().requires_grad_()
+    s = torch.randn(2, 1).bfloat16().requires_grad_()
+    kernel(x, s.detach()).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad[:, :1], s.detach())
     message = (
-        r"kernel\(x\[M, 128\], .*\): no kernels compute the gradient of w: .*extent M may only.*"
-        r"Make M a number, call it under torch\.no_grad\(\), detach .*torch\.compile.*cutesuper\.op"
+        r"kernel\(x\[M, 262145\], .*\): no kernels compute the gradient of y: .*cluster holds 26214"
+        r".*Make M a number, call it under torch\.no_grad\(\), detach .*torch\.compile.*cutesuper\."
     )
     with pytest.raises(GraphError, match=message):
-        kernel(x.detach(), w, v.detach())
+        kernel(x.detach(), s)
     monkeypatch.setattr("cutesuper.differentiate._cheapest", None)
     with pytest.raises(GraphError, match=message):
-        kernel(x.detach(), w, v.detach())
+        kernel(x.detach(), s)
     with torch.no_grad():
-        assert kernel(x, w, v).shape == (40, 96)
+        assert kernel(x, s).shape == x.shape
 
 
 def test_loaded_and_given_programs(tmp_path: Path) -> None:

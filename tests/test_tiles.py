@@ -105,9 +105,12 @@ def test_pairs_leave_at_most_an_eighth_empty(tiles: int, blocks: int) -> None:
     assert shared_by(tiles, 128, H200) == blocks
 
 
-def test_walks_need_more_iterations_than_stages() -> None:
+def test_walks_with_helpers_need_more_iterations_than_stages() -> None:
     short = replace(LARGE, k=256).plan()
     assert short.iterations == 4 and short.schedule.persistent == 0
+    plain = replace(LARGE, k=64, norm=False).plan()
+    assert plain.iterations == 1 and plain.schedule.persistent == 132
+    assert (plain.schedule.stages, plain.schedule.pieces) == (2, 4)  # two tiles ahead
 
 
 def test_pieces_take_shared_memory() -> None:

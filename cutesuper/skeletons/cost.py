@@ -7,7 +7,7 @@ H200 the candidates of 24 cases come out within 5% in the mean. Constants stand 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, prod
@@ -148,11 +148,14 @@ def instructions(program: BlockProgram, op: BlockOp, target: Target) -> float:
     return target.rates.instructions.get(op.kind, 1)
 
 
-def resize(structure: BlockProgram, tile: dict[str, int], inner: dict[str, int]) -> BlockProgram:
-    """A structure with these tiles and cluster and loop extents; grid axes cover the rest."""
+def resize(
+    structure: BlockProgram, tile: dict[str, int], inner: Mapping[str, int | None]
+) -> BlockProgram:
+    """A structure with these tiles and extents of axes, by name (None for a loop over a symbolic
+    extent); all other grid axes cover the rest."""
     axes: list[Axis] = []
     for a in structure.axes:
-        if a.kind != AxisKind.GRID:
+        if a.kind != AxisKind.GRID or a.name in inner:
             axes.append(Axis(a.dim, a.kind, inner[a.name]))
         else:
             dim = structure.dims[a.dim]

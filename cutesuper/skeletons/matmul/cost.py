@@ -138,18 +138,27 @@ def _tensor_us(plan: MatmulPlan, target: Target) -> float:
 def _end(plan: MatmulPlan, target: Target) -> tuple[float, float]:
     """Time of a block's cluster exchange, and of its epilogue; each block finishes some columns."""
     r, (m, n, _) = target.rates, plan.tile
-    finished = m * n * len(plan.finals) / plan.cluster
+    finished = m * n * len(plan.finals) / plan.ranks
     sent = 4 * finished * (plan.cluster - 1) / 1024
-    per_store = r.store_us if plan.cluster == 1 else r.cluster_store_us
+    per_store = r.store_us if plan.ranks == 1 else r.cluster_store_us
     count = sum(
         instructions(plan.program, op, target) for op in plan.program.ops
         if plan.contracted not in op.dims and plan.column in op.dims and computes(op)
     )  # fmt: skip
     vectors = sum(plan.row in v.labels and plan.column not in v.labels for v in plan.loads.values())
-    rows = min(m, r.row_loads) * (plan.cluster == 1)
-    arithmetic = m * n / plan.cluster * count / r.lanes_per_us
+    rows = min(m, r.row_loads) * (plan.ranks == 1)
+    arithmetic = m * n / plan.ranks * count / r.lanes_per_us
     store = per_store * finished / 1024 + arithmetic + r.row_load_us * vectors * rows
-    return r.exchange_us_per_kb * sent, store
+    return r.exchange_us_per_kb * sent + _meeting_us(plan, target), store
+
+
+def _meeting_us(plan: MatmulPlan, target: Target) -> float:
+    """Time in which the blocks that share tiles over the grid write their sums, meet, and read."""
+    if plan.parts == 1:
+        return 0.0
+    m, n, _ = plan.tile
+    left = 4 * m * n * len(plan.finals) * plan.program.blocks()
+    return target.rows.finish_us + 2 * left / target.l2_bandwidth * 1e6
 
 
 def _after_us(plan: MatmulPlan, target: Target) -> float:

@@ -8,6 +8,7 @@ from cutesuper.ir.block import LOAD
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.matmul.plan import (
     COLUMN_BLOCK,
+    ROW_BOX,
     STORE_COLUMNS,
     STORE_ROWS,
     MatmulPlan,
@@ -49,6 +50,13 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
             f"cluster: each block finishes {plan.tile[1] // plan.cluster} columns; "
             f"{plan.exchange_bytes} bytes of partial sums arrive through distributed shared memory"
         )
+    if plan.parts > 1:
+        partials, counters = (s.shape[0] for s in plan.scratch)
+        lines.append(
+            f"{plan.parts} blocks share each tile, each with a part of {plan.contracted}: they "
+            f"leave their sums in {partials} float32 of device memory, meet at {counters} "
+            "counter(s), and add up a part of the tile each, in order"
+        )
     for i, e in enumerate(plan.row_values.values()):
         lines.append(f"row{i}, once per row: {_text(plan, e)}")
     lines += [*_reduction_lines(plan), *_output_lines(plan)]
@@ -65,10 +73,11 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
     s = plan.schedule
     x, y, z = grid_shape(plan)
     columns = " or ".join(p.column for p in plan.sections)
+    at_hint = f" where {plan.contracted} is as hinted" if plan.open_depth else ""
     lines = [
         (
             f"matmul loop: {plan.row} {m} x {columns} {n} per tile, {plan.contracted} {k} per "
-            f"stage, {plan.iterations} iterations"
+            f"stage, {plan.iterations} iterations{at_hint}"
         ),
         f"grid {x} x {y} x {z} blocks in clusters of {plan.cluster_size * s.share_rows}, "
         f"{plan.threads} threads: {s.warpgroups} consumer warpgroup(s)"
@@ -153,7 +162,8 @@ def _ring(plan: MatmulPlan) -> str:
             name = plan.arguments[plan.hidden[load].argument].name
             parts.append(f"{name} for hidden{number} ({width} columns a box)")
             number += 1
-    return ", ".join([*parts, plan.names((plan.rows | plan.vectors).values())])
+    rows = plan.names((plan.rows | plan.vectors).values())
+    return ", ".join([*parts, f"{rows} ({ROW_BOX} rows a box)" if plan.turned else rows])
 
 
 def _copy_lines(plan: MatmulPlan) -> list[str]:

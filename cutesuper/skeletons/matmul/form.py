@@ -8,8 +8,9 @@ element-wise epilogue, and reductions along the columns.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from math import prod
 
 from cutesuper.egraph.labelled import LabelledOp, LabelledProgram, Region
 from cutesuper.egraph.products import (
@@ -23,14 +24,22 @@ from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import (
     CLUSTER_REDUCE,
+    GRID_REDUCE,
+    LOAD,
     AxisKind,
     BlockProgram,
 )
-from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dims import Dim, Symbol, ceil_div
 from cutesuper.ir.dims import extent as dim_extent
 from cutesuper.skeletons.form import check_reductions
-from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, MAX_HIDDEN
+from cutesuper.skeletons.matmul.copies import PIECE
+from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, FEW_ROWS, MAX_HIDDEN
+from cutesuper.targets import Target
 
+#: elements of a contracted label for which blocks may meet in device memory, at least and for each
+#: tile, and the same where threads copy operands; estimates, as are the 3 to 5 us that the meeting
+#: is priced at
+LONG, LONG_COPIED = (8192, 512), (1024, 32)
 #: most columns that are reduced: blocks of a cluster times columns of each
 MAX_REDUCED = 8 * 256
 
@@ -54,6 +63,9 @@ class MatmulForm:
             ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``.
         beside: labels of the columns of further products, of other widths: every block works for
             one of these labels or for ``column``. Never together with hidden or reduced labels.
+        turned: True if the rows lie side by side in memory, X stored (K, M): nothing but products
+            reads them then.
+        few_tiles: True if the grid may divide the contracted label too, see `_has_few_tiles`.
     """
 
     row: str
@@ -64,6 +76,8 @@ class MatmulForm:
     reduced: bool = False
     vectors: bool = False
     beside: tuple[str, ...] = ()
+    turned: bool = False
+    few_tiles: bool = False
 
     @property
     def columns(self) -> frozenset[str]:
@@ -78,9 +92,13 @@ class MatmulForm:
             choices = ((loop, ()), (loop, cluster))
         else:
             choices = ((loop, kinds[self.column]), (cluster + loop, kinds[self.column]))
-        return tuple(
+        found = tuple(
             Split(tuple((kinds | {self.contracted: k, self.column: c}).items())) for k, c in choices
         )
+        if not self.few_tiles:
+            return found
+        parts = kinds | {self.contracted: (AxisKind.GRID, AxisKind.LOOP)}
+        return *found, Split(tuple(parts.items()), joined=(self.contracted,))
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
         """True for prologues on staged rows and vectors, and epilogues on complete values.
@@ -95,10 +113,14 @@ class MatmulForm:
             return False
         if len(everything & self.columns) > 1:
             return False
-        if any(self._column_side(x) for x in operands):
+        if any(self._column_side(x) for x in operands) or self._turned(everything):
             return False
         staged = [self.contracted in x for x in operands if x]
         return all(staged) or not any(staged)
+
+    def _turned(self, labels: frozenset[str]) -> bool:
+        """True if a value is a row operand that only products take."""
+        return self.turned and {self.row, self.contracted} <= labels
 
     def _column_side(self, labels: frozenset[str]) -> bool:
         """True if a value is an operand that only products take, or depends on one."""
@@ -117,7 +139,8 @@ class MatmulForm:
         if not labels.isdisjoint(self.hidden):
             return False
         if over == self.contracted:
-            return self.vectors or self.columns.isdisjoint(labels)
+            own = self.vectors or self.columns.isdisjoint(labels)
+            return own and not self._turned(labels)
         complete = not state.pending and not self._column_side(labels)
         return self.reduced and over == self.column and complete
 
@@ -144,10 +167,15 @@ class MatmulForm:
         cluster = program.of_kind(AxisKind.CLUSTER)
         if cluster and not any(op.kind == CLUSTER_REDUCE for op in program.ops):
             return "an unused cluster axis"
+        parted = any(a.dim == self.contracted for a in program.of_kind(AxisKind.GRID))
+        if parted and not any(op.kind == GRID_REDUCE for op in program.ops):
+            return "an unused grid axis"
         return None
 
 
-def matmul_form(region: Region, program: LabelledProgram, products: list[LabelledOp]) -> MatmulForm:
+def matmul_form(
+    region: Region, program: LabelledProgram, products: list[LabelledOp], target: Target
+) -> MatmulForm:
     """The form of a region with products. Raises SearchError with the reason if it has none."""
     check_reductions(program)
     after = after_products(program)
@@ -158,6 +186,8 @@ def matmul_form(region: Region, program: LabelledProgram, products: list[Labelle
     tails = [op for op in products if op not in looped]
     hidden = tuple(dict.fromkeys(op.over for op in tails if op.over is not None))
     row, (column, *beside) = _rows_and_columns(program, (tails or looped)[0], hidden)
+    if not beside:
+        row = _longest_rows(program, products, row, column)
     over = dict.fromkeys(
         op.over
         for i, op in enumerate(program.ops)
@@ -171,7 +201,10 @@ def matmul_form(region: Region, program: LabelledProgram, products: list[Labelle
     inner = (row, column, contracted, *hidden, *beside)
     batch = tuple(d for d in program.dims if d not in inner)
     vectors = _has_vectors(program, contracted, {column, *hidden, *beside})
-    form = MatmulForm(row, column, contracted, batch, hidden, reduced, vectors, tuple(beside))
+    turned = any(_is_turned(program, op, row, contracted) for op in program.ops)
+    form = MatmulForm(
+        row, column, contracted, batch, hidden, reduced, vectors, tuple(beside), turned
+    )
     for op in products:
         _check_product(program, op, form)
     _check_beside(program, looped, form)
@@ -182,8 +215,50 @@ def matmul_form(region: Region, program: LabelledProgram, products: list[Labelle
             "gives: another kernel"
         )
     _check_extents(program, form)
+    _check_turned(program, form)
     check_one_type(region, [op for op in program.of_kind("load") if _staged(region, op, form)])
-    return form
+    return replace(form, few_tiles=_has_few_tiles(program, form, target))
+
+
+def _has_copies(program: LabelledProgram, form: MatmulForm) -> bool:
+    """True if rows of an operand are no multiples of 16 bytes: see `matmul.copies`."""
+    staged = [op for op in program.of_kind(LOAD) if form.contracted in op.labels]
+    last = {op.attributes["map"][-1] for op in staged} - {None}
+    return any(dim_extent(program.dims[d]) % PIECE for d in last)
+
+
+def _has_few_tiles(program: LabelledProgram, form: MatmulForm, target: Target) -> bool:
+    """True if products of many rows, with nothing else, have so few tiles of 128x128 that half of
+    the target is idle, and so long ones that blocks which meet in device memory pay."""
+    dims = program.dims
+    outer = [dims[d] for d in (form.row, *form.batch)]
+    statistics = any(op.over == form.contracted and not op.facets.contracts for op in program.ops)
+    more = form.hidden or form.reduced or form.vectors or form.beside
+    if more or any(isinstance(d, Symbol) for d in outer):
+        return False
+    rows, columns = dim_extent(dims[form.row]), dim_extent(dims[form.column])
+    tiles = ceil_div(rows, 128) * ceil_div(columns, 128) * prod(dim_extent(d) for d in outer[1:])
+    least, each = LONG_COPIED if _has_copies(program, form) else LONG
+    long = dim_extent(dims[form.contracted]) >= max(least, each * tiles)
+    return not statistics and rows > FEW_ROWS and long and 2 * tiles <= target.sms
+
+
+def _is_turned(program: LabelledProgram, op: LabelledOp, row: str, contracted: str) -> bool:
+    """True for a row operand whose rows, more than one, lie side by side in memory."""
+    operand = op.kind == LOAD and contracted in op.labels and program.dims[row] != 1
+    return operand and op.attributes["map"][-1] == row
+
+
+def _check_turned(program: LabelledProgram, form: MatmulForm) -> None:
+    """Check that only products read a row operand whose rows lie side by side in memory."""
+    whole = {form.row, form.contracted}
+    for op in program.ops if form.turned else ():
+        of_rows = (whole <= program.ops[i].labels for i in op.inputs)
+        if any(of_rows) and not is_product(program, op):
+            raise SearchError(
+                f"matmul: {op.kind} of a tensor that is read with its rows along memory "
+                f"({form.contracted}, {form.row}); only products do that"
+            )
 
 
 def _has_vectors(program: LabelledProgram, contracted: str, free: set[str]) -> bool:
@@ -210,6 +285,23 @@ def _rows_and_columns(
     if whole or len(rows) != 1 or not free:
         raise SearchError("a matrix product kernel stores tensors with the same rows and columns")
     return rows.pop(), (free[-1],)
+
+
+def _longest_rows(
+    program: LabelledProgram, products: list[LabelledOp], row: str, column: str
+) -> str:
+    """The longest label of rows: of several that all column operands lack, as in
+    ``X[32, 4, K] @ W[K, N]``, each of the others reads W again."""
+
+    def lacking(op: LabelledOp) -> set[str]:
+        a, b = (program.ops[i].labels for i in op.inputs)
+        return set(a - b if row in a else b - a) - {str(op.over)}
+
+    found = set[str].intersection(*(lacking(op) for op in products)) - {column}
+    last = {op.attributes["map"][-1] for op in program.of_kind(LOAD)}
+    if row in last or row not in found:
+        return row
+    return max((row, *sorted(found - {row})), key=lambda d: dim_extent(program.dims[d]))
 
 
 def _check_after(
@@ -290,10 +382,16 @@ def _check_put(program: LabelledProgram, form: MatmulForm) -> None:
 
 
 def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
+    open_ = (form.contracted,) if form.turned else ()
     for name in (form.contracted, form.column, *form.beside, *form.hidden):
         extent: Dim = program.dims[name]
         if isinstance(extent, Symbol):
-            raise SearchError(f"matmul: the extent {extent} may only be one of rows or batches")
+            if name in open_:
+                continue
+            raise SearchError(
+                f"matmul: the extent {extent} may only be one of rows or batches, or of the first "
+                "dimension of both operands, as in X^T W"
+            )
         if name in form.hidden and extent > MAX_HIDDEN:
             raise SearchError(
                 f"matmul: {extent} elements between two products; a block holds {MAX_HIDDEN}"
@@ -322,11 +420,14 @@ def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
     labels = (form.contracted, *form.columns, *form.hidden)
     matrices = [set(p) for p in combinations(labels, 2) if set(p) <= set(mapping)]
     if matrices:
-        if set(mapping[-2:]) not in matrices:
-            raise SearchError("matmul: a column operand must have its matrix in the last two dims")
-    elif (found := inner & set(mapping)) and mapping[-1] not in found:
+        if not any(mapping[-1] in m for m in matrices):
+            raise SearchError(
+                "matmul: a column operand must be stored with a label of its matrix last, not as "
+                f"({', '.join(mapping)})"
+            )
+    elif (found := inner & set(mapping)) and mapping[-1] not in found and not form.turned:
         raise SearchError(
             f"matmul: a tensor is read with its rows along memory ({', '.join(mapping)}); only a "
-            "plain second operand may be stored either way"
+            "plain operand of products may be stored either way"
         )
     return bool(staged)

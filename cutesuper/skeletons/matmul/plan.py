@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd
+from math import gcd, prod
 
 from cutesuper.ir.block import AxisKind, BlockProgram
-from cutesuper.ir.dims import ceil_div, extent
+from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import (
     Argument,
@@ -23,6 +23,7 @@ from cutesuper.skeletons.base import (
     Limit,
     Output,
     Plan,
+    Scratch,
     View,
     same_places,
     view_of,
@@ -43,6 +44,8 @@ from cutesuper.targets import Target
 COLUMN_BLOCK = 64
 #: elements of a 128-byte shared-memory row: the unit of the contracted label
 CHUNK = 64
+#: rows of a box of a row operand whose rows lie side by side in memory
+ROW_BOX = 64
 #: rows of a tile: any multiple of the first, the second at most
 ROW_UNIT, MAX_ROWS = 8, 256
 #: most accumulators of a thread if all threads of a block have equally many registers
@@ -263,6 +266,12 @@ class MatmulPlan(Plan[MatmulSchedule]):
         vars(plan).update(vars(self), schedule=schedule, beside=beside)
         return plan
 
+    @cached_property
+    def turned(self) -> bool:
+        """True if the rows lie side by side in memory, X stored (K, M), and not one behind the
+        other."""
+        return next(iter(self.rows.values())).stride(self.row) == 1
+
     @property
     def sections(self) -> tuple[MatmulPlan, ...]:
         """This plan, and those of other columns."""
@@ -305,6 +314,33 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def cluster(self) -> int:
         """Blocks that share one output tile, each with a part of the contracted label (split-K)."""
         return self.program.parts_along(self.contracted, AxisKind.CLUSTER)
+
+    @cached_property
+    def parts(self) -> int:
+        """Blocks of the grid that share one output tile, each with a part of the contracted label:
+        they meet in device memory."""
+        return self.program.parts_along(self.contracted, AxisKind.GRID)
+
+    @property
+    def ranks(self) -> int:
+        """Parts of the contracted label, in a cluster or over the grid."""
+        return self.cluster * self.parts
+
+    @cached_property
+    def tiles(self) -> int:
+        """Number of output tiles; symbolic extents count with their hint."""
+        dims, (m, n, _) = self.program.dims, self.tile
+        batch = prod(extent(dims[d]) for d in self.batch)
+        return batch * ceil_div(extent(dims[self.row]), m) * ceil_div(extent(dims[self.column]), n)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """Partial sums of the grid's parts, and a counter for every tile at which they meet."""
+        if self.parts == 1:
+            return ()
+        m, n, _ = self.tile
+        count = self.tiles * self.parts * len(self.finals) * m * n
+        return Scratch((count,), "float32", False), Scratch((self.tiles,), "int32", True)
 
     @cached_property
     def column_cluster(self) -> int:
@@ -393,8 +429,13 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @cached_property
     def iterations(self) -> int:
-        """Loop iterations of one block."""
+        """Loop iterations of one block; at its hint for a symbolic extent."""
         return self.program.parts_along(self.contracted, AxisKind.LOOP)
+
+    @property
+    def open_depth(self) -> bool:
+        """True if the extent of the contracted label is known at the call."""
+        return isinstance(self.program.dims[self.contracted], Symbol)
 
     @property
     def blocks_n(self) -> int:
@@ -591,7 +632,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def stands_alone(self) -> bool:
         """True if a block finishes its tile by itself, from the loop's accumulators."""
         beside = self.tails or self.reductions or self.vector_rows or self.shift is not None
-        return self.cluster_size == 1 and not beside
+        return self.cluster_size * self.parts == 1 and not beside
 
     @property
     def store_piece(self) -> int:
@@ -616,7 +657,7 @@ def tile_grid(plan: MatmulPlan, rows: int, batch: int) -> tuple[int, int, int]:
     """The launch grid for ``rows`` row tiles of each slice of the batch."""
     if plan.schedule.persistent:
         return plan.schedule.persistent, 1, 1
-    return sum(plan.section_tiles) * plan.cluster, rows, batch
+    return sum(plan.section_tiles) * plan.cluster, rows, batch * plan.parts
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:
@@ -646,6 +687,11 @@ def exceeded_by_tile(plan: MatmulPlan) -> Limit | None:
             f"tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be a multiple "
             f"of {ROW_UNIT} up to {MAX_ROWS}, columns and depth multiples of {COLUMN_BLOCK}",
         )
+    if plan.turned and m % ROW_BOX:
+        return Limit(
+            "tiles that the tensor cores do not take",
+            f"tile {plan.row}={m}: rows that lie side by side in memory come in boxes of {ROW_BOX}",
+        )
     if plan.shift is not None and m > MAX_SHIFTED_ROWS:
         return Limit(
             "too many rows to be shifted",
@@ -659,12 +705,32 @@ def exceeded_by_tile(plan: MatmulPlan) -> Limit | None:
             "and what the products after the loop take) do not fit into the registers of two "
             "warpgroups",
         )
+    if plan.parts > 1 and (mistake := _bad_parts(plan)):
+        return Limit("what the parts of a grid cannot share", mistake)
     if (n // plan.cluster) % 8:
         return Limit(
             "columns that a cluster cannot share out",
             f"{n} columns cannot be shared out over {plan.cluster} blocks",
         )
     return None
+
+
+def _bad_parts(plan: MatmulPlan) -> str:
+    """The reason why the grid cannot divide the contracted label; empty if it can."""
+    more = plan.statistics or plan.tails or plan.reductions or plan.vector_rows or plan.shift
+    outer = (plan.row, *plan.batch)
+    if more or plan.cluster_size > 1:
+        return (
+            f"the grid divides {plan.contracted} into {plan.parts} parts, whose partial sums are "
+            "all that blocks leave for each other: no statistics, products after the loop, "
+            "reductions along the columns, or clusters"
+        )
+    if any(isinstance(plan.program.dims[d], Symbol) for d in outer):
+        return (
+            f"the grid divides {plan.contracted} into {plan.parts} parts that wait for each other: "
+            "the number of tiles must be known"
+        )
+    return ""
 
 
 def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
@@ -684,11 +750,12 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{each} accumulators of a thread, which has {plan.registers[0]} registers beside "
             f"{plan.helpers} helper warps; use a smaller tile",
         )
-    if plan.instruction_rows % ROW_UNIT:
+    unit = ROW_BOX if plan.turned else ROW_UNIT
+    if plan.instruction_rows % unit:
         return Limit(
             "tiles that the tensor cores do not take",
             f"{plan.threads} threads multiply tiles of {plan.tile[0]} rows by halves, which are no "
-            f"multiples of {ROW_UNIT}; use 2 helper warps, or a multiple of {2 * ROW_UNIT} rows",
+            f"multiples of {unit}; use 2 helper warps, or a multiple of {2 * unit} rows",
         )
     if mistake := next(_bad_knobs(plan), None):
         return Limit("tiles that blocks cannot share, walk over or store", mistake)
@@ -699,6 +766,12 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             "warpgroups",
         )
     short = plan.exchange_in_ring and s.stages * plan.stage_bytes < plan.exchange_bytes
+    if plan.parts > 1 and plan.parts * plan.tiles > target.sms:
+        return Limit(
+            "blocks that wait for each other exceed the multiprocessors",
+            f"{plan.parts} parts of {plan.contracted} in each of {plan.tiles} tiles wait for each "
+            f"other, and {target.sms} blocks run at once; use fewer parts",
+        )
     if plan.shared_bytes > target.shared_bytes or s.stages < 2 or short:
         return Limit(
             "stages exceed the shared memory",
@@ -732,11 +805,11 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         )
     if s.persistent % s.share_rows:
         yield f"persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"
-    if s.persistent and plan.iterations <= s.stages:
+    if s.persistent and plan.has_helpers and plan.iterations <= s.stages:
         # only the ring keeps helpers and consumers one tile apart
         yield (
-            f"persistent={s.persistent}: blocks that walk need more iterations than stages, not "
-            f"{plan.iterations} and {s.stages}"
+            f"persistent={s.persistent}: blocks with helper warps that walk need more iterations "
+            f"than stages, not {plan.iterations} and {s.stages}"
         )
     if s.pieces < 2:
         yield f"pieces={s.pieces}; one leaves while the next one is computed, so use 2 at least"

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import (
-    ACCUMULATE,
-    CLUSTER_REDUCE,
+    ENDING,
     LOAD,
     STORE,
     AxisKind,
@@ -24,6 +23,7 @@ from cutesuper.skeletons.matmul.plan import (
     COLUMN_BLOCK,
     MAX_HIDDEN,
     MAX_VECTORS,
+    ROW_BOX,
     ColumnReduction,
     MatmulPlan,
     Shift,
@@ -195,7 +195,8 @@ class Roles:
         raise LoweringError(
             f"{self.where}: no orientation fits: one operand of every product must be a tensor in "
             "memory whose free label is tiled by 64, the other must be contiguous along "
-            f"{self.contracted} with a free label tiled by 8 to 256"
+            f"{self.contracted} with a free label tiled by 8 to 256, or be a tensor in memory that "
+            f"is contiguous along a free label tiled by {ROW_BOX}"
         )
 
     def _reduced_after(self, labels: list[str]) -> bool:
@@ -218,6 +219,8 @@ class Roles:
             free = self.hidden if product in self.inner else {columns[0]}
             if not any(self._is_load(i) and free & set(ops[i].dims) for i in sides):
                 return False
+        if self._is_load(row_operand) and self._view(row_operand).stride(rows[0]) == 1:
+            return tile[rows[0]] % ROW_BOX == 0
         staged = {rows[0], self.contracted}
         needed = self.program.dependence.before(row_operand)
         loads = filter(self._is_load, needed)
@@ -287,11 +290,10 @@ class Roles:
         """Follow a value through accumulate and cluster_reduce to the operation that ends it."""
         ops = self.program.ops
         if axes is None:
-            axes = self._axes(self.contracted, AxisKind.LOOP, AxisKind.CLUSTER)
+            axes = self._axes(self.contracted, AxisKind.LOOP, AxisKind.CLUSTER, AxisKind.GRID)
         while axes:
             users = self._users(value)
-            kinds = (ACCUMULATE, CLUSTER_REDUCE)
-            if len(users) != 1 or ops[users[0]].kind not in kinds:
+            if len(users) != 1 or ops[users[0]].kind not in ENDING:
                 raise LoweringError(
                     f"{self.where}: the partial result of operation {value} is used before it is "
                     f"complete over {', '.join(sorted(axes))}"
@@ -588,12 +590,14 @@ def check_operands(plan: MatmulPlan, where: str) -> None:
         inner = [plan.hidden[load] for load, _ in t.products]
         _check_layout(where, inner, t.hidden, plan.contracted)
         _check_layout(where, [t.view], plan.column, t.hidden)
+    if plan.turned and not plan.has_helpers and len(plan.rows) == 1:
+        return
     for i, view in plan.rows.items():
         if view.stride(plan.contracted) != 1:
             arg = plan.arguments[view.argument]
             raise LoweringError(
                 f"{where}: row operand {arg.name} (operation {i}) must be contiguous along "
-                f"{plan.contracted}"
+                f"{plan.contracted}, or used by products alone"
             )
 
 

@@ -98,13 +98,15 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
         bulk_store=plan.can_bulk_store,
         dependent_launch=dependent_launch,
     )
-    room = target.shared_bytes - plan.fixed_bytes(schedule)
-    stages = min(room // plan.slot_bytes, max(2, plan.iterations))
+    tiled = _with_tiles(plan, schedule, target)
+    most = (target.shared_bytes - plan.fixed_bytes(schedule)) // plan.slot_bytes
+    # without helper warps the ring of blocks that walk may hold more than a tile
+    free = tiled.persistent > 0 and not plan.has_helpers
+    stages = min(most, max(2, plan.iterations * (1 + free)))
     ring = SETTINGS.choose(target, "ring", dependent_launch=dependent_launch, rows=rows)
     if ring["bytes"] and stages < plan.iterations:
         stages = min(stages, max(ring["stages"], ring["bytes"] // plan.stage_bytes))
-    tiled = _with_tiles(plan, schedule, target)
-    persistent = tiled.persistent if plan.iterations > stages else 0
+    persistent = tiled.persistent if free or plan.iterations > stages else 0
     head = min(SETTINGS.choose(target, "ahead")["stages"], stages)
     left = target.shared_bytes - stages * plan.slot_bytes
     deep = plan.many_rows and plan.fixed_bytes(replace(schedule, pieces=DEEP_PIECES)) <= left

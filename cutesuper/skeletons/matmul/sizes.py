@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
+from math import prod
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
-from cutesuper.ir.dims import ceil_div, extent
+from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.skeletons.base import arguments_of
 from cutesuper.skeletons.cost import MIN_STAGES, Setting, Sized, resize
 from cutesuper.skeletons.matmul.cost import price
@@ -22,6 +23,7 @@ from cutesuper.skeletons.matmul.plan import (
     CHUNK,
     COLUMN_BLOCK,
     EQUAL_SHARE,
+    ROW_BOX,
     ROW_UNIT,
     MatmulPlan,
     exceeded,
@@ -105,15 +107,34 @@ def _fits(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> bool:
 
 
 def _programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Iterator[BlockProgram]:
+    k = structure.dims[form.contracted]
+    parted = any(a.dim == form.contracted for a in structure.of_kind(AxisKind.GRID))
     for tile, cluster in _matmul_tiles(structure, form, target):
-        parts = 1 if form.reduced else cluster  # of the contracted label
-        loop = ceil_div(extent(structure.dims[form.contracted]), parts * tile[form.contracted])
-        inner = {
-            f"{form.contracted}.loop": loop,
-            f"{form.contracted}.cluster": cluster,
-            f"{form.column}.cluster": cluster,
-        }
-        yield resize(structure, tile, inner)
+        depth = tile[form.contracted]
+        own = 1 if form.reduced else cluster  # parts of the contracted label
+        found = _grid_parts(structure, form, tile, target) if parted else (1,)
+        for parts in found:
+            loop = None if isinstance(k, Symbol) else ceil_div(k, parts * own * depth)
+            inner = {
+                f"{form.contracted}.loop": loop,
+                f"{form.contracted}.cluster": cluster,
+                f"{form.column}.cluster": cluster,
+            }
+            inner |= {f"{form.contracted}.grid": parts} if parted else {}
+            yield resize(structure, tile, inner)
+
+
+def _grid_parts(
+    structure: BlockProgram, form: MatmulForm, tile: dict[str, int], target: Target
+) -> tuple[int, ...]:
+    """Numbers of parts into which the grid may divide the contracted label: as many as there are
+    multiprocessors for, of equal length."""
+    dims = structure.dims
+    outer = (form.row, form.column, *form.batch)
+    tiles = prod(ceil_div(extent(dims[d]), tile[d]) for d in outer)
+    steps = ceil_div(extent(dims[form.contracted]), tile[form.contracted])
+    most = min(target.sms // tiles, steps)
+    return (ceil_div(steps, ceil_div(steps, most)),) if most > 1 else ()
 
 
 def _matmul_tiles(
@@ -121,12 +142,12 @@ def _matmul_tiles(
 ) -> Iterator[tuple[dict[str, int], int]]:
     """Tiles and cluster sizes; a cluster splits K tiles into at least two parts."""
     split = bool(structure.of_kind(AxisKind.CLUSTER))
-    k, n = (extent(structure.dims[d]) for d in (form.contracted, form.column))
+    k, n = structure.dims[form.contracted], extent(structure.dims[form.column])
     hidden = {d: extent(structure.dims[d]) for d in form.hidden}
     rows = extent(structure.dims[form.row])
     between = sum(COLUMN_BLOCK * ceil_div(n, COLUMN_BLOCK) for n in hidden.values())
     widths, depths = (SETTINGS.choose(target, d)["tiles"] for d in ("columns", "depth"))
-    for row in _row_choices(form, rows, between + min(widths), target):
+    for row in _row_tiles(form, rows, between + min(widths), target):
         for columns in widths:
             for inner in depths:
                 tile: dict[str, int] = {**dict.fromkeys(form.batch, 1), **hidden}
@@ -141,11 +162,20 @@ def _matmul_tiles(
                         yield {d: tile[d] for d in structure.dims}, cluster
 
 
-def _shared_out(extent: int, inner: int, cluster: int) -> bool:
+def _shared_out(dim: Dim, inner: int, cluster: int) -> bool:
     """True if a cluster shares out a label in tiles of ``inner`` evenly or, where no tile divides
-    the label, nearly so: 65 tiles of K=4097 have no divisor that a cluster could have."""
-    tiles = ceil_div(extent, inner)
-    return tiles % cluster == 0 or (extent % CHUNK > 0 and tiles >= 8 * cluster)
+    the label or it is symbolic, nearly so: 65 tiles of K=4097 have no divisor that a cluster could
+    have."""
+    tiles, uneven = ceil_div(extent(dim), inner), isinstance(dim, Symbol) or dim % CHUNK > 0
+    return tiles % cluster == 0 or (uneven and tiles >= 8 * cluster)
+
+
+def _row_tiles(form: MatmulForm, rows: int, held: int, target: Target) -> tuple[int, ...]:
+    """Row tiles worth a price: whole boxes where rows lie side by side; see `_row_choices`."""
+    tiles = _row_choices(form, rows, held, target)
+    if not form.turned:
+        return tiles
+    return tuple(dict.fromkeys(ROW_BOX * ceil_div(t, ROW_BOX) for t in tiles))
 
 
 def _row_choices(form: MatmulForm, rows: int, held: int, target: Target) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ class Matmul(Skeleton):
             raise SearchError(f"{labels[0]} reads labels, which kernels with products do not")
         reason = needs_positions(region)
         if reason is None:
-            return matmul_form(region, program, products)
+            return matmul_form(region, program, products, target)
         if are_chained(program):
             return None
         raise SearchError(reason)

@@ -59,8 +59,8 @@ class Consumer:
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.main.views else inner[0]
-        product = lead.product(cores, k.dtype, rows)
-        along_hidden = [g.product(cores, k.dtype, rows) for g in inner]
+        product = lead.product(cores, k.dtype, rows, k.plan.turned)
+        along_hidden = [g.product(cores, k.dtype, rows, k.plan.turned) for g in inner]
         behind = [g.product(cores, k.dtype, rows) for g in self.after]
         b = product.second(memory.rows[0])
         accumulators = [
@@ -74,7 +74,7 @@ class Consumer:
         for instruction in (product, *along_hidden):
             instruction.accumulate(True)
         previous = Int32(-1)
-        for _ in cutlass.range(k.plan.iterations, unroll=1):
+        for _ in cutlass.range(here.tile.iterations, unroll=1):
             ring.wait(at)
             if cutlass.const_expr(k.plan.rewrites):
                 memory.ready[at.stage].wait(at.phase)
@@ -91,7 +91,8 @@ class Consumer:
             at = ring.next(at)
         cores.wait(0)
         if cutlass.const_expr(self.walk.persistent):
-            ring.release(previous, here.lane, self.sharing.blocks)
+            if cutlass.const_expr(not k.plan.open_depth) or previous >= 0:
+                ring.release(previous, here.lane, self.sharing.blocks)
         self.epilogue.begin()
         self.epilogue.tile_store.ask(here, outs[0], False)
         if cutlass.const_expr(len(self.after) > 0):
@@ -122,6 +123,6 @@ class Consumer:
             for i in range(self.per_group):
                 slot = stage * self.main.boxes + w * k.blocks + group + k.warpgroups * i
                 acc = accumulators[k.plan.finals[final]][i]
-                row = b[None, None, kk % 4, stage * k.chunks + kk // 4]
+                row = k.row_step(b, stage, kk)
                 product.multiply(acc, a[None, None, kk, slot], row)
                 vectors.multiply(w, i, kk, slot, stage)

@@ -6,7 +6,7 @@ Parts are given these and the parts that they use, never the kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -26,7 +26,7 @@ from cutesuper.skeletons.kernel.arguments import (
     unravel,
 )
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup, column_groups
-from cutesuper.skeletons.matmul.plan import CHUNK, MatmulPlan
+from cutesuper.skeletons.matmul.plan import CHUNK, ROW_BOX, MatmulPlan
 
 #: named barriers: that on which the epilogue waits for the row values (0 is that of the whole
 #: block), of the consumers, of the helpers, and the first of the consumer warpgroups, which have
@@ -121,6 +121,14 @@ class Known:
             offset = offset + batch[label] * view.stride(label)
         return offset
 
+    def iterations(self, tensors: list[cute.Tensor]) -> Any:
+        """Iterations of a block's loop: an int, or a run-time number for a symbolic extent. Tiles
+        past the end of the tensors are zeros."""
+        plan = self.plan
+        if not plan.open_depth:
+            return plan.iterations
+        return cute.ceil_div(self.extents.of(plan.contracted, tensors), self.k * plan.ranks)
+
     def is_early(self, operation: int) -> bool:
         """True if a load may be issued before the dependency wait."""
         arguments = self.plan.arguments
@@ -133,6 +141,29 @@ class Known:
         return operation not in self.plan.copied and self.is_early(operation) == early
 
     # ------------------------------------------------------------------------------ row operands
+
+    def ring_layout(self) -> cute.ComposedLayout:
+        """Layout of a row operand in the ring, as the instruction reads it."""
+        if self.plan.turned:
+            return operand_layout(self.dtype, (self.m, self.k), self.stages, False)
+        return self.row_layout(self.m, self.stages * self.chunks)
+
+    def box_layout(self, parts: int) -> cute.ComposedLayout:
+        """Layout of the same in boxes ``[rows, depth, box]`` where rows lie side by side; blocks
+        that share rows load ``parts`` of each."""
+        boxes = self.stages * self.row_boxes * parts
+        return operand_layout(self.dtype, (ROW_BOX, self.k // parts), boxes, False)
+
+    @property
+    def row_boxes(self) -> int:
+        """Boxes of a tile whose rows lie side by side."""
+        return self.m // ROW_BOX
+
+    def row_step(self, b: cute.Tensor, stage: Any, kk: int) -> cute.Tensor:
+        """Step ``kk`` of 16 along the contracted label, of the row operand ``b`` of a stage."""
+        if self.plan.turned:
+            return b[None, None, kk, stage]
+        return b[None, None, kk % 4, stage * self.chunks + kk // 4]
 
     def row_layout(self, height: int, slots: int) -> cute.ComposedLayout:
         """Layout of ``slots`` pieces of ``height`` rows and one chunk, one behind the other."""
@@ -203,13 +234,14 @@ class Memory:
 @dataclass(frozen=True)
 class Tile:
     """A tile of the output: indices along rows and columns, the ``rank`` in the split of the
-    contracted label, the coordinates along batch labels, the number of tiles before it in this
-    block, and the index in `MatmulPlan.sections` of the columns."""
+    contracted label, the coordinates along batch labels, the iterations of the loop, the number of
+    tiles before it in this block, and the index in `MatmulPlan.sections` of the columns."""
 
     row: Any
     column: Any
     rank: Any
     batch: dict[str, Any]
+    iterations: Any
     turn: Any = 0
     section: Any = 0
 
@@ -225,6 +257,8 @@ class Here:
         warp: index in the block, uniform.
         lane: in the warp.
         tile: the one that it works at.
+        scratch: tensors in device memory for partial sums and counters, given to consumers; none
+            if the grid has no parts.
     """
 
     memory: Memory
@@ -233,14 +267,15 @@ class Here:
     warp: Any
     lane: Any
     tile: Tile
+    scratch: Any = ()
 
     def at(self, tile: Tile) -> Here:
         """The same thread at another tile."""
-        return Here(self.memory, self.tensors, self.thread, self.warp, self.lane, tile)
+        return replace(self, tile=tile)
 
     def by(self, thread: Any) -> Here:
         """The same tile for a thread that is numbered otherwise."""
-        return Here(self.memory, self.tensors, thread, self.warp, self.lane, self.tile)
+        return replace(self, thread=thread)
 
     @property
     def quarter(self) -> Any:

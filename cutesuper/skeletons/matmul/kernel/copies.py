@@ -32,7 +32,7 @@ from cutesuper.skeletons.matmul.copies import (
 )
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
-from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
+from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK, ROW_BOX
 
 #: lanes that copy a segment, and its elements in words: one more than pieces
 LANES, WORDS = SEGMENT // PIECE, SEGMENT + PIECE
@@ -59,6 +59,9 @@ def place_of_rows(k: Known, n: int, op: int) -> Place:
     """The place of row operand number ``n``."""
 
     def offset(row: Any, depth: Any, stage: Any) -> Any:
+        if k.plan.turned:
+            at = row % ROW_BOX, depth, stage * k.row_boxes + row // ROW_BOX
+            return cute.crd2idx(at, k.box_layout(1).outer)
         at = row, depth % CHUNK, stage * k.chunks + depth // CHUNK
         return cute.crd2idx(at, k.row_layout(k.m, k.stages * k.chunks).outer)
 
@@ -150,7 +153,7 @@ class Copies:
     @cute.jit
     def copy_stages(self, here):
         """Copy the operands of the loop."""
-        k, ring, count = self.k, here.memory.ring, self.k.plan.iterations
+        k, ring, count = self.k, here.memory.ring, here.tile.iterations
         first, ahead = here.tile.rank * (count * k.k), self.depth - 1
         at = ring.first(phase=1)
         for i in cutlass.range(ahead, unroll=1):

@@ -21,6 +21,7 @@ from cutesuper.device.memory import neighbours, one, put
 from cutesuper.skeletons.base import Indexed, View
 from cutesuper.skeletons.kernel.arguments import dtype_of, named_row
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
+from cutesuper.skeletons.matmul.kernel.grid_parts import GridParts
 from cutesuper.skeletons.matmul.kernel.leaves import Leaves
 from cutesuper.skeletons.matmul.kernel.reductions import ColumnReductions
 from cutesuper.skeletons.matmul.kernel.tile_store import TileStore
@@ -44,6 +45,7 @@ class Epilogue:
     ) -> None:
         self.k, self.leaves, self.vectors = known, leaves, vectors
         self.reductions, self.tile_store = reductions, tile_store
+        self.parts = GridParts(known, leaves)
         plan = known.plan
         # outputs without columns are stored by the reductions
         self.outputs = [n for n, o in enumerate(plan.outputs) if plan.column in o.view.labels]
@@ -87,6 +89,9 @@ class Epilogue:
         if cutlass.const_expr(k.cluster > 1):
             here.memory.received.only.wait(0)
             self.finish_received(here)
+        elif cutlass.const_expr(k.plan.parts > 1):
+            self.parts.leave(accumulators, here)
+            self.finish_part(here)
         elif cutlass.const_expr(k.plan.schedule.bulk_store):
             self.tile_store.run(accumulators, here, outs)
         elif cutlass.const_expr(self.staged):
@@ -159,7 +164,7 @@ class Epilogue:
                 column, quarter = item % k.columns, item // k.columns
                 sums = self.collect_all(here.memory, column, quarter)
                 n = here.tile.column * k.n + here.tile.rank * k.columns + column
-                self.store(sums, n, quarter, here)
+                self.store(self.leaves.column(sums, n, quarter), here)
 
     def collect_all(self, memory: Memory, column: Any, quarter: Any) -> list[Any]:
         """Every product's complete sums for one column, then those of vectors."""
@@ -186,6 +191,16 @@ class Epilogue:
         return sums.load()
 
     @cute.jit
+    def finish_part(self, here):
+        """Add up this block's part of a tile over the blocks that share it, and store it."""
+        own, end, threads = self.parts.own, self.parts.items, 32 * self.k.consumers
+        for p in cutlass.range_constexpr(-(-own // threads)):
+            at = here.thread + p * threads
+            item = here.tile.rank * own + at
+            if at < own and item < end:
+                self.store(self.parts.column(item, here), here)
+
+    @cute.jit
     def finish_own(self, accumulators, vectors, here):
         """Store a tile that is complete in this block."""
         k = self.k
@@ -194,7 +209,7 @@ class Epilogue:
             for half in cutlass.range_constexpr(2):
                 n = here.tile.column * k.n + self.leaves.column_in_tile(block, half, here)
                 sums = self.own(accumulators, vectors, i, half, here)
-                self.store(sums, n, here.quarter, here)
+                self.store(self.leaves.column(sums, n, here.quarter), here)
 
     # ---------------------------------------------------------------- tiles through shared memory
 
@@ -259,27 +274,23 @@ class Epilogue:
     # ----------------------------------------------------------------------------------- store
 
     @cute.jit
-    def store(self, sums, n, quarter, here):
+    def store(self, column, here):
         """Apply the outputs' expressions to one column and store the rows that exist."""
         k, plan = self.k, self.k.plan
-        rows = k.extents.of(plan.row, here.tensors)
-        columns = k.extents.of(plan.column, here.tensors)
-        if n < columns:
+        if column.n < k.extents.of(plan.column, here.tensors):
             for o in self.outputs:
-                output = plan.outputs[o]
-                own = self.leaves.column(sums, n, quarter)
-                value = self.leaves.evaluate(output.expression, own, here)
-                self.store_rows(value, o, n, quarter, rows, here)
+                value = self.leaves.evaluate(plan.outputs[o].expression, column, here)
+                self.store_rows(value, o, column, here)
 
     @cute.jit
-    def store_rows(self, value, o: cutlass.Constexpr, n, quarter, rows, here):
+    def store_rows(self, value, o: cutlass.Constexpr, column, here):
         """Store one column's rows, converted, where they exist."""
         k, plan = self.k, self.k.plan
-        view = plan.outputs[o].view
-        base = k.batch_offset(view, here.tile.batch) + n * view.stride(plan.column)
-        converted = stored(value, k.values, dtype_of(plan, view))
-        for v in cutlass.range_constexpr(k.values):
-            m = here.tile.row * k.m + self.leaves.row_of(v, quarter)
+        rows, view = k.extents.of(plan.row, here.tensors), plan.outputs[o].view
+        base = k.batch_offset(view, here.tile.batch) + column.n * view.stride(plan.column)
+        converted = stored(value, len(column.rows), dtype_of(plan, view))
+        for v in cutlass.range_constexpr(len(column.rows)):
+            m = here.tile.row * k.m + column.rows[v]
             if m < rows:
                 row, known = self.row(view, m, here)
                 place = here.tensors[view.argument].iterator + (base + row)

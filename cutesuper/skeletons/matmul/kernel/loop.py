@@ -72,10 +72,11 @@ class MatmulKernel:
 
     @cute.jit
     def __call__(self, *args):
-        """Launch; the arguments are the plan's tensors in order, then the stream."""
-        tensors, stream = list(args[:-1]), args[-1]
+        """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         k, plan = self.k, self.plan
-        rows = k.row_layout(k.m, k.stages * k.chunks)
+        count = len(plan.arguments)
+        tensors, scratch, stream = list(args[:count]), list(args[count:-1]), args[-1]
+        rows = k.ring_layout()
         atoms = self.producer.atoms(tensors)
         for epilogue in self.epilogues:
             atoms = atoms + epilogue.tile_store.atoms(tensors)
@@ -83,12 +84,13 @@ class MatmulKernel:
         batch = 1
         for label in plan.batch:
             batch = batch * k.extents.of(label, tensors)
-        self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, rows).launch(
+        self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, rows, scratch).launch(
             grid=tile_grid(plan, row_tiles, batch),
             block=(plan.threads, 1, 1),
             cluster=(plan.cluster_size * self.sharing.blocks, 1, 1),
             stream=stream,
             use_pdl=k.dependent,
+            cooperative=plan.parts > 1,
             # without this cap the compiler ignores the hand-over of registers
             min_blocks_per_mp=1,
         )
@@ -102,6 +104,7 @@ class MatmulKernel:
         coords: list[cute.Tensor],
         tensors: list[cute.Tensor],
         row_layout: cute.ComposedLayout,
+        scratch: list[cute.Tensor],
     ):
         k = self.k
         tidx, _, _ = cute.arch.thread_idx()
@@ -111,8 +114,11 @@ class MatmulKernel:
         rank = Int32(0)
         if cutlass.const_expr(k.cluster > 1):
             rank = rank_in_cluster()
+        if cutlass.const_expr(self.plan.parts > 1):
+            rank, bz = bz % self.plan.parts, bz // self.plan.parts
         section, column = self.walk.section(bx // k.cluster)
-        tile = Tile(by, column, rank, k.batch_index(bz, tensors), section=section)
+        batch = k.batch_index(bz, tensors)
+        tile = Tile(by, column, rank, batch, k.iterations(tensors), section=section)
         memory = self.allocate(row_layout)
         if warp == 0:
             ask_for_descriptors(atoms)
@@ -149,7 +155,7 @@ class MatmulKernel:
                 take_registers(registers[0])
             if cutlass.const_expr(self.grouped):
                 wait_for_cluster()
-            self.consumer.run(Here(memory, tensors, tidx, warp, lane, tile), outs)
+            self.consumer.run(Here(memory, tensors, tidx, warp, lane, tile, scratch), outs)
         else:
             if cutlass.const_expr(together):
                 give_registers(registers[1])

@@ -7,16 +7,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.memory import EVICT_FIRST, EVICT_LAST, bulk_load, partition, tile_atom
 from cutesuper.skeletons.kernel.arguments import labelled
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup, column_groups
-from cutesuper.skeletons.matmul.kernel.context import Known, Loads, Memory
+from cutesuper.skeletons.matmul.kernel.context import Known, Loads, Memory, Tile
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.tails import Tails
 from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
-from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
+from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK, ROW_BOX
 
 
 class Producer:
@@ -35,10 +37,11 @@ class Producer:
         self.order = {op: n for n, op in enumerate(o for o in operands if o not in plan.copied)}
         # a box of 64-element chunks needs whole chunks, and all of their rows; otherwise there is
         # one box for each chunk
-        whole = plan.program.dims[plan.contracted] % CHUNK == 0  # type: ignore[operator]
-        self.chunked = whole and not sharing.active
+        depth = plan.program.dims[plan.contracted]
+        whole = isinstance(depth, int) and depth % CHUNK == 0
+        self.chunked = whole and not sharing.active and not plan.turned
         #: shape of the box of a row operand
-        box = (sharing.rows, CHUNK)
+        box = (ROW_BOX, known.k // sharing.blocks) if plan.turned else (sharing.rows, CHUNK)
         self.row_box = (*box, known.chunks) if self.chunked else box
         #: rows are kept where columns are not
         self.row_hint = EVICT_LAST if plan.schedule.stream_columns else None
@@ -74,6 +77,8 @@ class Producer:
         """Those of the row operands."""
         k, height = self.k, self.sharing.rows
         layout = k.row_layout(height, k.chunks if self.chunked else 1)
+        if k.plan.turned:
+            layout = k.box_layout(self.sharing.blocks)
         if not self.chunked:
             layout = cute.select(layout, [0, 1])
         atoms = []
@@ -112,7 +117,9 @@ class Producer:
             if op not in self.order:
                 continue
             slot = cute.local_tile(ring, self.row_box, (0, 0, None)) if self.chunked else ring
-            if self.sharing.active:
+            if k.plan.turned:
+                slot = cute.make_tensor(ring.iterator, k.box_layout(self.sharing.blocks).outer)
+            elif self.sharing.active:
                 parts = k.stages * k.chunks * self.sharing.blocks
                 layout = k.row_layout(self.sharing.rows, parts)
                 slot = cute.make_tensor(ring.iterator, layout.outer)
@@ -125,11 +132,16 @@ class Producer:
             boxes += [(ring, (COLUMN_BLOCK, group.depth)) for op in group.views if op in self.order]
         return boxes + [(hidden.hidden[t], (k.m, CHUNK)) for t in self.tails.loaded]
 
+    def before(self, end: int, tile: Tile) -> Any:
+        """The iteration ``end``, or the end of the loop if that comes first."""
+        if not self.k.plan.open_depth:
+            return min(end, tile.iterations)
+        return Int32(select_(tile.iterations < end, tile.iterations, Int32(end)))
+
     @cute.jit
     def fill(self, loads, memory, tile, first: cutlass.Constexpr, last: cutlass.Constexpr):
         """Load stages ``first`` to ``last`` of the first round, which need no wait."""
-        end = min(last, self.k.stages, self.k.plan.iterations)
-        for i in cutlass.range(first, end, unroll=1):
+        for i in cutlass.range(first, self.before(min(last, self.k.stages), tile), unroll=1):
             memory.ring.expect(i, self.k.plan.bulk_bytes)
             self.load_stage(loads, memory, tile, i, i, True)
 
@@ -154,7 +166,7 @@ class Producer:
         """Load one tile's operands from iteration ``first`` on, each stage once all of its readers
         have finished."""
         ring = memory.ring
-        for i in cutlass.range(first, self.k.plan.iterations, unroll=1):
+        for i in cutlass.range(first, tile.iterations, unroll=1):
             ring.wait_empty(at)
             ring.expect(at.stage, self.k.plan.bulk_bytes)
             self.load_stage(loads, memory, tile, i, at.stage, True)
@@ -168,7 +180,7 @@ class Producer:
         """Keep the ring full for a block with a single tile."""
         plan = self.k.plan
         self.expect_exchange(memory)
-        first = min(self.k.stages, plan.iterations)
+        first = self.k.stages if plan.open_depth else min(self.k.stages, plan.iterations)
         self.fill(loads, memory, tile, plan.schedule.head, first)
         after = loads.behind(len(loads.atoms) - self.tails.bulk_count)
         if cutlass.const_expr(len(self.after) > 0):
@@ -177,7 +189,7 @@ class Producer:
             wait_for_predecessor()
             if cutlass.const_expr(len(self.after) > 0):
                 self.tails.load_operands(after, memory, tile, False)
-            for i in cutlass.range(first, unroll=1):
+            for i in cutlass.range(self.before(first, tile), unroll=1):
                 self.load_stage(loads, memory, tile, i, i, False)
         self.load_tile(loads, memory, tile, memory.ring.first(), first)
 
@@ -200,7 +212,7 @@ class Producer:
         k, plan = self.k, self.k.plan
         atoms, slots, sources = loads.atoms, loads.slots, loads.sources
         full = memory.ring.full[stage]
-        depth = tile.rank * plan.iterations + iteration
+        depth = tile.rank * tile.iterations + iteration
         for n, section in enumerate(plan.sections):
             if tile.section == n:
                 self.load_columns(loads, full, tile, depth, stage, section, early)
@@ -248,11 +260,17 @@ class Producer:
     def load_row(self, loads, i: cutlass.Constexpr, full, tile, depth, stage, at):
         """Load one tile of a row operand, in one box if the depth has whole chunks."""
         atom, slots, sources = loads.atoms[i], loads.slots[i], loads.sources[i]
+        parts, part, chunks = self.sharing.blocks, self.sharing.rank(), self.k.chunks
         if cutlass.const_expr(self.chunked):
             source = sources[(None, tile.row, 0, depth, *at)]
             bulk_load(atom, source, slots[None, stage], full, self.row_hint)
+        elif cutlass.const_expr(self.k.plan.turned):
+            boxes = self.k.row_boxes
+            for b in cutlass.range_constexpr(boxes):
+                source = sources[(None, tile.row * boxes + b, depth * parts + part, *at)]
+                slot = slots[None, (stage * boxes + b) * parts + part]
+                bulk_load(atom, source, slot, full, self.row_hint, self.sharing.mask())
         else:
-            parts, part, chunks = self.sharing.blocks, self.sharing.rank(), self.k.chunks
             for c in cutlass.range_constexpr(chunks):
                 source = sources[(None, tile.row * parts + part, depth * chunks + c, *at)]
                 slot = slots[None, (stage * chunks + c) * parts + part]

@@ -69,9 +69,9 @@ class RowSide:
         for s, statistic in enumerate(plan.statistics):
             for p in cutlass.range_constexpr(self.passes):
                 totals[s * self.passes + p] = Float32(NEUTRAL[statistic.op])
-        for i in cutlass.range(plan.iterations, unroll=1):
+        for i in cutlass.range(here.tile.iterations, unroll=1):
             ring.wait(at)
-            depth = (here.tile.rank * plan.iterations + i) * k.k
+            depth = (here.tile.rank * here.tile.iterations + i) * k.k
             row = thread // LANES
             # with fewer rows than one pass covers, the remaining threads have nothing to read
             if fresh and row < self.rows:

@@ -139,7 +139,7 @@ class Tails:
                     slot = stage * len(tail.products) * tail.blocks + p * tail.blocks
                     slot = slot + group + k.warpgroups * i
                     acc = inner[t][p][i]
-                    row = b[None, None, kk % 4, stage * k.chunks + kk // 4]
+                    row = k.row_step(b, stage, kk)
                     product.multiply(acc, a[None, None, kk, slot], row)
 
     @cute.jit

@@ -77,10 +77,11 @@ class Walk:
     @cute.jit
     def tile(self, step, tensors):
         """The tile of one step."""
-        row, column, slice_ = self.place(step, tensors)
+        row, column, part = self.place(step, tensors)
         section, column = self.section(column * self.sharing.blocks + self.sharing.rank())
-        batch = self.k.batch_index(slice_, tensors)
-        return Tile(row, column, Int32(0), batch, step // self.clusters, section)
+        k, turn = self.k, step // self.clusters
+        batch = k.batch_index(part, tensors)
+        return Tile(row, column, Int32(0), batch, k.iterations(tensors), turn, section)
 
     @cute.jit
     def fresh(self, step, first, tensors):

@@ -50,9 +50,12 @@ class TileStore:
     def __init__(self, known: Known, leaves: Leaves) -> None:
         self.k, self.leaves = known, leaves
         self.active = known.plan.schedule.bulk_store
-        #: rows between possible starts of pieces, and the first rows of a tile's pieces
+        rows = known.plan.program.dims[known.plan.row]
+        height = min(known.m, rows) if isinstance(rows, int) else known.m
+        #: rows between possible starts of pieces, and the first rows of a tile's pieces, those that
+        #: exist: a tensor of one piece has no other coordinate
         self.every = gcd(known.m, STORE_ROWS)
-        self.starts = [min(p, known.m - STORE_ROWS) for p in range(0, known.m, STORE_ROWS)]
+        self.starts = [min(p, known.m - STORE_ROWS) for p in range(0, height, STORE_ROWS)]
         #: tensors that are loaded in pieces, and all TMA copies: outputs, then these
         self.loads = len(known.plan.pieced) if self.active else 0
         self.count = len(known.plan.outputs) + self.loads if self.active else 0
