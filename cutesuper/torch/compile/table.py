@@ -60,7 +60,7 @@ class Entry:
 _TABLE: dict[str, Entry] = {}
 
 #: the modules that define entries
-_MODULES = ("gathers", "pointwise", "products", "reducing", "views")
+_MODULES = ("gathers", "masked", "pointwise", "products", "reducing", "views")
 
 
 _Class = TypeVar("_Class", bound=Entry)
