@@ -156,6 +156,16 @@ def test_zeros_of_other_rows_divide_as_in_pytorch(name: str) -> None:
             cs.superoptimize(g, target="h200")
 
 
+@pytest.mark.parametrize("name", ["softmax", "by_hand"])
+def test_such_a_zero_may_be_hidden_again(name: str) -> None:
+    g = new_kernel_graph()
+    c, x = (g.new_input((2, 16), "float32", name=n) for n in "cx")
+    g.mark_output(FUNCTIONS[name][0](g, g.log(g.relu(g.hide(c, x)))))
+    hidden = torch.tensor([[1.0], [0.0]]).expand(2, 16)
+    [found] = evaluate(g, [hidden, torch.arange(32.0).view(2, 16) - 3])
+    torch.testing.assert_close(found.sum(1).sort().values, torch.tensor([0.0, 1.0]))
+
+
 # ---------------------------------------------------------------------------------------- kernels
 
 

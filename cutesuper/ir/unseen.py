@@ -43,7 +43,7 @@ class Fate:
     Attributes:
         value: the number.
         hidden: True if it has that value because the row is hidden; False for constants.
-        common: True if other rows may well have it too: differences are 0, and `relu` is.
+        common: True for a 0 that other rows may well have too: differences are 0, and `relu` is.
     """
 
     value: float
@@ -121,8 +121,8 @@ def _computed(kind: str, args: Sequence[Fate | None], attributes: Attributes) ->
     if results or isnan(one):
         return None
     flat = facets(kind).flat and Fate(0.0) not in args  # a 0 that it does not merely hand on
-    common = any(a is not None and a.common for a in args)
-    return Fate(one, common=common or (one == 0.0 and (flat or facets(kind).subtracts)))
+    common = flat or facets(kind).subtracts or any(a is not None and a.common for a in args)
+    return Fate(one, common=common and one == 0.0)
 
 
 def hides_difference(kind: str, args: Sequence[Fate | None]) -> bool:
@@ -132,7 +132,8 @@ def hides_difference(kind: str, args: Sequence[Fate | None]) -> bool:
 
 def empties_quotient(kind: str, args: Sequence[Fate | None]) -> bool:
     """True if an operation may divide by a sum of hidden elements only."""
-    return facets(kind).divides and args[1] == Fate(0.0) and not args[1].common
+    divisor = args[1] if facets(kind).divides else None
+    return divisor is not None and divisor == Fate(0.0) and not divisor.common
 
 
 def guarded_graph(graph: KernelGraph, given: Mapping[int, Fate]) -> KernelGraph:

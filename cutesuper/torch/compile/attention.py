@@ -39,24 +39,10 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     translated,
 )
-from cutesuper.torch.compile.length_masks import (
-    Lengths,
-    lengths_of,
-    mask_of,
-    mask_read,
-    read_lengths,
-)
-from cutesuper.torch.compile.pointwise import Pointwise, added
+from cutesuper.torch.compile.length_masks import Lengths, mask_of, read_lengths
+from cutesuper.torch.compile.masked import join_lengths, lengths_in
 from cutesuper.torch.compile.products import multiplied
-from cutesuper.torch.compile.table import (
-    Arguments,
-    Entry,
-    arguments_of,
-    enter,
-    enter_all,
-    entry_of,
-    number,
-)
+from cutesuper.torch.compile.table import Arguments, Entry, arguments_of, enter, entry_of, number
 
 #: the operators that PyTorch chooses where it keeps attention whole
 _CHOSEN = tuple(
@@ -171,7 +157,7 @@ class Attention(_Attention):
         limits = self._limits(node, a)
         q, _, v = self.sides(s, node, a)
         if limits is not None and limits.node is not None:
-            _join_lengths(s, limits.node, q.dims[0])
+            join_lengths(s, limits.node, q.dims[0])
         y = Value((*q.dims[:-1], v.dims[-1]))
         if not isinstance(node.meta["val"], tuple | list):
             return y
@@ -207,7 +193,7 @@ class Attention(_Attention):
             value,
             is_causal=_causal(a) or (limits is not None and limits.causal),
             scale=_scale(node, a),
-            lengths=None if limits is None else _lengths_in(b, node, limits, sequences),
+            lengths=None if limits is None else lengths_in(b, node, limits, sequences),
         )
 
     def _limits(self, node: fx.Node, a: Arguments) -> Lengths | None:
@@ -297,67 +283,6 @@ def _scale(node: fx.Node, a: Arguments) -> float | None:
 def _last(slots: Slots, t: Tensor) -> Slots:
     """As many slots as a tensor has dimensions."""
     return slots[-len(t.shape) :]
-
-
-class Masked(Pointwise):
-    """A sum; that of scores and a mask made of positions takes lengths in the mask's place."""
-
-    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        limits = lengths_of(node)
-        if limits is None:
-            return super().shape(s, node, a)
-        scores = s.of(self._scores(node, a))
-        if limits.node is not None:
-            _join_lengths(s, limits.node, scores.dims[0])
-        for one in scores.dims[-2:]:
-            s.whole(one)
-        return scores
-
-    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        limits = lengths_of(node)
-        if limits is None:
-            return super().build(b, node, a)
-        scores = self._scores(node, a)
-        first, *rest = b.value(scores).dims
-        lengths = _lengths_in(b, node, limits, first)
-        own, rows, keys = (b.groups(leaves(d)) or (None,) for d in (first, *rest[-2:]))
-        heads = b.groups(tuple(p for d in rest[:-2] for p in leaves(d)))
-        slots = (*own, *heads, *rows, *keys)
-        x = b.tensor(node, scores, slots, rank=len(slots))
-        if lengths is not None:
-            x = b.g.length_mask(x, lengths, causal=limits.causal)
-        elif limits.causal:
-            x = b.g.causal_mask(x)
-        return Built(x, slots)
-
-    def _scores(self, node: fx.Node, a: Arguments) -> fx.Node:
-        return a["other"] if a["self"] is mask_read(node) else a["self"]
-
-
-enter_all({"aten.add.Tensor": Masked(("self", "other"), added, ("alpha",))})
-
-
-def _join_lengths(s: Shapes, lengths: fx.Node, sequences: Dims) -> None:
-    """Let a tensor of lengths have the dimension of sequences; one length is that of all."""
-    own = _parts(s.of(lengths))
-    if leaves(own):
-        unify(own, sequences)
-    elif not isinstance(extent_of(sequences), int):
-        raise Unsupported(lengths, "is one length for sequences whose number is known at the call")
-    s.whole(sequences)
-
-
-def _lengths_in(b: Builder, node: fx.Node, limits: Lengths, sequences: Dims) -> Tensor | None:
-    """The lengths of sequences as an input of the kernel graph, or None."""
-    if limits.node is None:
-        return None
-    own = b.one(node, sequences)
-    return b.lengths(limits.node, (own,), limits.offset, limits.most)
-
-
-def _parts(lengths: Value) -> Dims:
-    """The one dimension of lengths, whatever extents of 1 are around it."""
-    return tuple(p for d in lengths.dims for p in d)
 
 
 def without_seeds(graph: fx.Graph) -> None:
