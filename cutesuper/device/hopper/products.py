@@ -7,14 +7,17 @@ The first operand has 64 rows (M) and lies in shared memory or registers, the se
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cutlass.cute as cute
+import cutlass.memory
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from cutesuper.device.barriers import Barriers
 from cutesuper.device.products import Product, Products
 
 
@@ -46,6 +49,12 @@ class WarpgroupProduct(Product):
         cute.gemm(self.mma, accumulator, first, second, accumulator)
 
 
+class AllWarps(nullcontext[None]):
+    """Statements that all warps run; the DSL asks for the attribute."""
+
+    __dsl_trace_time_ctxmgr__ = True
+
+
 @dataclass(frozen=True)
 class WarpgroupProducts(Products):
     """WGMMA: accumulators are registers, so what is behind the products reads them in place."""
@@ -61,6 +70,27 @@ class WarpgroupProducts(Products):
             dtype, dtype, first, second, Float32, (1, 1, 1), (self.block, columns), *source
         )
         return WarpgroupProduct(mma, self.block)
+
+    def allocate(self, alloc: cutlass.memory.SmemAllocator, warpgroups: int) -> None:
+        del alloc, warpgroups
+
+    def barriers(self, memory: None) -> list[Barriers]:
+        return []
+
+    def open(self, memory: None, warpgroups: int, registers: int) -> WarpgroupProducts:
+        return self
+
+    def close(self, warpgroups: int) -> None:
+        pass
+
+    def issue(self) -> AllWarps:
+        return AllWarps()
+
+    def clear(self, accumulator: cute.Tensor) -> None:
+        accumulator.fill(0.0)
+
+    def fetch(self, accumulator: cute.Tensor) -> cute.Tensor:
+        return accumulator
 
     def begin(self) -> None:
         warpgroup.fence()

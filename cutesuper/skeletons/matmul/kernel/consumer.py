@@ -34,22 +34,23 @@ class Consumer:
     @cute.jit
     def run(self, here, outs):
         """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`."""
-        at = here.memory.ring.first()
+        k, at = self.k, here.memory.ring.first()
+        cores = k.cores.open(here.memory.cores, k.warpgroups, k.plan.thread_accumulators)
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
             for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
                 tile = self.walk.tile(step, here.tensors)
-                at = self.consume(here.at(tile), outs, at)
+                at = self.consume(cores, here.at(tile), outs, at)
         else:
-            self.consume(here, outs, at)
+            self.consume(cores, here, outs, at)
+        cores.close(k.warpgroups)
         self.epilogue.tile_store.drain()
 
     @cute.jit
-    def consume(self, here, outs, at):
+    def consume(self, cores, here, outs, at):
         """Multiply all stages, then finish the tile; return the next slot of the ring."""
         k, memory, ring = self.k, here.memory, here.memory.ring
-        cores, rows = k.cores, self.instruction_rows
-        group = here.warp // 4
+        rows, group = self.instruction_rows, here.warp // 4
         self.prefetch.run(here)
         self.epilogue.tile_store.ask(here, outs, True)
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
@@ -64,9 +65,9 @@ class Consumer:
         ]
         for row in accumulators:
             for acc in row:
-                acc.fill(0.0)
-        hidden = self.tails.accumulators(along_hidden)
-        vectors = self.epilogue.vectors.consumer(lead, memory, self.per_group)
+                cores.clear(acc)
+        hidden = self.tails.accumulators(cores, along_hidden)
+        vectors = self.epilogue.vectors.consumer(cores, lead, memory, self.per_group)
         for instruction in (product, *along_hidden):
             instruction.accumulate(True)
         previous = Int32(-1)
@@ -75,9 +76,10 @@ class Consumer:
             if cutlass.const_expr(k.plan.rewrites):
                 memory.ready[at.stage].wait(at.phase)
             cores.begin()
-            for kk in cutlass.range_constexpr(k.k // 16):
-                self.multiply(product, accumulators, vectors, memory, b, at.stage, kk, group)
-                self.tails.multiply_stage(along_hidden, hidden, memory, b, at.stage, kk, group)
+            with cores.issue():
+                for kk in cutlass.range_constexpr(k.k // 16):
+                    self.multiply(product, accumulators, vectors, memory, b, at.stage, kk, group)
+                    self.tails.multiply_stage(along_hidden, hidden, memory, b, at.stage, kk, group)
             cores.end()
             # one group of products stays in flight: waiting for this stage's own costs 0.2 us
             cores.wait(1)
@@ -91,8 +93,10 @@ class Consumer:
         self.epilogue.begin()
         self.epilogue.tile_store.ask(here, outs, False)
         if cutlass.const_expr(len(self.after) > 0):
-            self.tails.run(behind, accumulators, hidden, here)
-        self.epilogue.run(accumulators, vectors.accumulators, here, outs)
+            self.tails.run(cores, behind, accumulators, hidden, here)
+        sums = [[cores.fetch(acc) for acc in row] for row in accumulators]
+        of_vectors = [[cores.fetch(acc) for acc in row] for row in vectors.accumulators]
+        self.epilogue.run(sums, of_vectors, here, outs)
         return at
 
     def multiply(
@@ -108,7 +112,7 @@ class Consumer:
     ) -> None:
         """Issue one k-step of 16 for the products of the columns.
 
-        ``accumulators`` are fp32 fragments of ``(64, rows)``, by product and block of 64 columns.
+        ``accumulators`` are those of ``(64, rows)``, by product and block of 64 columns.
         """
         k = self.k
         for w, (_, final) in enumerate(k.plan.products):
