@@ -354,9 +354,16 @@ def test_schedules_that_do_not_fit() -> None:
         rows_plan(16, 512, "exp", schedule=MatmulSchedule(2))
 
 
-def test_matrix_products_are_for_hopper() -> None:
-    with pytest.raises(LoweringError, match=r"for Hopper \(sm_90a\) only, not for b200"):
-        Linear().plan(B200)
+def test_matrix_products_need_building_blocks() -> None:
+    with pytest.raises(LoweringError, match=r"lowered for sm_90a, sm_100a.*, not for b200"):
+        Linear().plan(replace(B200, arch="sm_120a"))
+
+
+def test_accumulators_of_tensor_memory() -> None:
+    wide = Linear(m=192, n=512, tile_m=192, tile_n=256, tile_k=64, norm=False)
+    assert wide.plan().accumulators == 192 * 256
+    with pytest.raises(ScheduleError, match="49152 numbers of products in a block; b200 has room"):
+        wide.plan(B200)
 
 
 # ------------------------------------------------------------------------------------------ rows

@@ -44,6 +44,15 @@ class Product(ABC):
         run-time loop."""
 
     @abstractmethod
+    def packed(self, words: cute.Tensor) -> Any:
+        """A first operand that is in registers: ``words`` are its 16-bit numbers in the order of
+        accumulators, two in each; only for products with ``registers``."""
+
+    @abstractmethod
+    def put(self, operand: Any, words: cute.Tensor) -> None:
+        """Bring words that have changed to where products read them."""
+
+    @abstractmethod
     def multiply(self, accumulator: Any, first: cute.Tensor, second: cute.Tensor) -> None:
         """Issue one step of 16 along the contracted label; inside of `Products.issue`."""
 
@@ -96,8 +105,28 @@ class Products(ABC):
         """Set accumulators to zero."""
 
     @abstractmethod
-    def fetch(self, accumulator: Any) -> cute.Tensor:
-        """A thread's fragment of accumulators whose products have been waited for."""
+    def registers(self, accumulator: Any) -> cute.Tensor:
+        """A thread's fragment for accumulators."""
+
+    @abstractmethod
+    def fetch(self, accumulator: Any, to: cute.Tensor) -> None:
+        """Bring accumulators whose products have been waited for to their fragment."""
+
+    @abstractmethod
+    def total(self, accumulator: Any) -> cute.Tensor:
+        """A fragment of zeros for accumulators, which may be changed between groups of products."""
+
+    @abstractmethod
+    def add(self, accumulator: Any, total: cute.Tensor) -> None:
+        """Add to it what products have added since the last time, which have been waited for."""
+
+    def fetched(self, accumulators: list[list[Any]]) -> list[list[cute.Tensor]]:
+        """Fragments of accumulators whose products have been waited for."""
+        found = [[self.registers(a) for a in row] for row in accumulators]
+        for row, fragments in zip(accumulators, found, strict=True):
+            for accumulator, fragment in zip(row, fragments, strict=True):
+                self.fetch(accumulator, fragment)
+        return found
 
     @abstractmethod
     def begin(self) -> None:
@@ -128,4 +157,8 @@ def products() -> Products:
         from cutesuper.device.hopper.products import WarpgroupProducts
 
         return WarpgroupProducts()
-    raise NotImplementedError(f"matrix products are lowered for sm_90a only, not for {arch}")
+    if arch.startswith(("sm_100", "sm_103")):
+        from cutesuper.device.blackwell.products import TensorProducts
+
+        return TensorProducts()
+    raise NotImplementedError(f"no building blocks for matrix products of {arch}")

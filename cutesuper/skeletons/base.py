@@ -233,6 +233,17 @@ class Limit:
         return self.error(f"kernel {kernel}: {self.message}")
 
 
+def exceeded_accumulators(held: int, target: Target) -> Limit | None:
+    """The limit of tensor memory; None if ``held`` numbers of 32 bits fit, or if there is none."""
+    if target.accumulators is None or held <= target.accumulators:
+        return None
+    return Limit(
+        "accumulators exceed the tensor memory",
+        f"{held} numbers of products in a block; {target.name} has room for {target.accumulators}: "
+        "use a smaller tile",
+    )
+
+
 class Skeleton(ABC):
     """A loop that block programs are lowered to, with the methods that all stages call.
 

@@ -28,10 +28,12 @@ class WarpgroupProduct(Product):
     Attributes:
         mma: the instruction; changed by `accumulate`.
         rows: of the first operand.
+        dtype: of the operands.
     """
 
     mma: cute.TiledMma
     rows: int
+    dtype: Any
 
     def first(self, memory: cute.Tensor) -> cute.Tensor:
         return self.mma.make_fragment_A(self.mma.get_slice(0).partition_A(memory))
@@ -44,6 +46,15 @@ class WarpgroupProduct(Product):
 
     def accumulate(self, on: bool) -> None:
         self.mma.set(warpgroup.Field.ACCUMULATE, on)
+
+    def packed(self, words: cute.Tensor) -> cute.Tensor:
+        # accumulators are 2 columns, row and row + 8, blocks of 8 columns: 8 numbers for 16 columns
+        count = cute.size(words)
+        layout = cute.make_layout(((2, 2, 2), 1, count // 4), stride=((1, 2, 4), 0, 8))
+        return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), layout)
+
+    def put(self, operand: cute.Tensor, words: cute.Tensor) -> None:
+        pass
 
     def multiply(self, accumulator: cute.Tensor, first: cute.Tensor, second: cute.Tensor) -> None:
         cute.gemm(self.mma, accumulator, first, second, accumulator)
@@ -69,7 +80,7 @@ class WarpgroupProducts(Products):
         mma = sm90.make_trivial_tiled_mma(
             dtype, dtype, first, second, Float32, (1, 1, 1), (self.block, columns), *source
         )
-        return WarpgroupProduct(mma, self.block)
+        return WarpgroupProduct(mma, self.block, dtype)
 
     def allocate(self, alloc: cutlass.memory.SmemAllocator, warpgroups: int) -> None:
         del alloc, warpgroups
@@ -89,8 +100,18 @@ class WarpgroupProducts(Products):
     def clear(self, accumulator: cute.Tensor) -> None:
         accumulator.fill(0.0)
 
-    def fetch(self, accumulator: cute.Tensor) -> cute.Tensor:
+    def registers(self, accumulator: cute.Tensor) -> cute.Tensor:
         return accumulator
+
+    def fetch(self, accumulator: cute.Tensor, to: cute.Tensor) -> None:
+        assert to is accumulator
+
+    def total(self, accumulator: cute.Tensor) -> cute.Tensor:
+        accumulator.fill(0.0)
+        return accumulator
+
+    def add(self, accumulator: cute.Tensor, total: cute.Tensor) -> None:
+        assert total is accumulator
 
     def begin(self) -> None:
         warpgroup.fence()

@@ -33,6 +33,7 @@ from cutesuper.skeletons.base import (
     Plan,
     Scratch,
     View,
+    exceeded_accumulators,
     view_of,
 )
 from cutesuper.targets import Target
@@ -324,10 +325,13 @@ class AttentionPlan(Plan[AttentionSchedule]):
     @property
     def live_registers(self) -> int:
         """Registers of a thread for results, scores, weights as an operand, and values of keys."""
+        return self.product_registers + len(self.key_values) * self.key_tile // 4
+
+    @property
+    def product_registers(self) -> int:
+        """Registers of a thread for results, scores, and weights as an operand."""
         # a warpgroup's 64 rows of fp32 numbers take half a register a thread for each column
-        weights = self.key_tile * self.element_bytes // 8
-        values = len(self.key_values) * self.key_tile // 4
-        return self.width // 2 + self.key_tile // 2 + weights + values
+        return self.width // 2 + self.key_tile // 2 + self.key_tile * self.element_bytes // 8
 
     @property
     def registers(self) -> tuple[int, int] | None:
@@ -524,6 +528,9 @@ def _by_resources(plan: AttentionPlan, target: Target) -> Iterator[Limit]:
             f"{plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit into "
             f"{memory} bytes of shared memory; use smaller tiles",
         )
+    held = 128 * plan.warpgroups * plan.product_registers * s.resident
+    if limit := exceeded_accumulators(held, target):
+        yield limit
     equal = min(THREAD_REGISTERS, target.registers // (plan.threads * s.resident))
     most, _ = plan.registers or (equal, equal)
     if plan.live_registers > most - OTHER_REGISTERS:

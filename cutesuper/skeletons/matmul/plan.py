@@ -17,7 +17,15 @@ from math import gcd
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
+from cutesuper.skeletons.base import (
+    Argument,
+    Limit,
+    Output,
+    Plan,
+    View,
+    exceeded_accumulators,
+    view_of,
+)
 from cutesuper.skeletons.matmul.copies import (
     PIECE,
     TURN_BYTES,
@@ -645,6 +653,9 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{each} accumulators of a thread, which has {plan.registers[0]} registers beside "
             f"{plan.helpers} helper warps; use a smaller tile",
         )
+    held = plan.accumulators + plan.vector_accumulators
+    if limit := exceeded_accumulators(held, target):
+        return limit
     if plan.instruction_rows % ROW_UNIT:
         return Limit(
             "tiles that the tensor cores do not take",

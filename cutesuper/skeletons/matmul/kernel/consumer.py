@@ -94,8 +94,7 @@ class Consumer:
         self.epilogue.tile_store.ask(here, outs, False)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.run(cores, behind, accumulators, hidden, here)
-        sums = [[cores.fetch(acc) for acc in row] for row in accumulators]
-        of_vectors = [[cores.fetch(acc) for acc in row] for row in vectors.accumulators]
+        sums, of_vectors = cores.fetched(accumulators), cores.fetched(vectors.accumulators)
         self.epilogue.run(sums, of_vectors, here, outs)
         return at
 

@@ -150,7 +150,7 @@ class Tails:
             if cutlass.const_expr(t not in self.loaded):
                 looped = bool(self.tails[t].products)
                 held = inner[self.multiplied.index(self.tails[t])] if looped else []
-                fragments = [[cores.fetch(acc) for acc in row] for row in held]
+                fragments = cores.fetched(held)
                 self.write(t, fragments, here)
         # the tensor cores read the results of ordinary stores
         fence_copies()
