@@ -34,7 +34,7 @@ def specs(
     }
 
 
-def whole_plan(graph: KernelGraph) -> MatmulPlan:
+def whole_plan(graph: KernelGraph, target: Target = H200) -> MatmulPlan:
     """The plan of a whole graph as one matmul kernel, whatever several kernels would cost; inputs
     are named in0, in1 and so on."""
     flat = Flat(graph.expanded())
@@ -43,8 +43,8 @@ def whole_plan(graph: KernelGraph) -> MatmulPlan:
     tensors = {f"in{i}": TensorSpec(f"in{i}", s, d) for i, (s, d) in pairs}
     output = graph.nodes[graph.outputs[0]]
     tensors["out0"] = TensorSpec("out0", output.shape, output.dtype)
-    way = search_region(region, H200, SearchOptions(lowered=True)).ways[0]
-    plan = make_plan(KernelStep("k0", way.programs[0]), tensors, H200)
+    way = search_region(region, target, SearchOptions(lowered=True)).ways[0]
+    plan = make_plan(KernelStep("k0", way.programs[0]), tensors, target)
     assert isinstance(plan, MatmulPlan)
     return plan
 

@@ -207,13 +207,13 @@ class TensorProducts(Products):
         return [memory.done]
 
     def open(self, memory: TensorMemory, warpgroups: int, registers: int) -> TensorProducts:
-        each = 2 * registers  # a column of 64 rows for 128 threads
-        columns = max(LEAST_COLUMNS, 1 << (each * warpgroups - 1).bit_length())
+        # two columns of 64 rows are one register of 128 threads
+        columns = max(LEAST_COLUMNS, 1 << (2 * registers * warpgroups - 1).bit_length())
         index, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(index // 32)
         self._take(memory, columns, warpgroups, warp)
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, memory.address)
-        base = base + cute.assume(warp // 4 * each, divby=8)
+        base = base + cute.assume(warp // 4 * (columns // warpgroups), divby=8)
         ended = filled(1, 0, Int32)
         return replace(self, state=Open(memory, base, columns, warp, index % 128, ended))
 
