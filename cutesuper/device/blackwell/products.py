@@ -146,7 +146,10 @@ class TensorProduct(Product):
 
     def accumulator(self, columns: int) -> Accumulator:
         mma = self.instruction()
-        layout = mma.make_fragment_C(mma.partition_shape_C((self.cores.block, columns))).layout
+        one = mma.make_fragment_C(mma.partition_shape_C((self.cores.block, self.columns))).layout
+        # side by side; the layout for all of them has every second one in other lanes
+        shape = (one.shape[0], 1, columns // self.columns)
+        layout = cute.make_layout(shape, stride=(one.stride[0], 0, self.columns))
         tensor = cute.make_tensor(self.cores.opened().take(columns), layout)
         return Accumulator(columns, tensor, filled(1, 0, Int32))
 
