@@ -88,9 +88,16 @@ class Products(ABC):
         """Barriers of that memory; they are initialised with the others of the block."""
 
     @abstractmethod
-    def open(self, memory: Any, warpgroups: int, registers: int) -> Products:
+    def open(self, memory: Any, warpgroups: int, registers: int, dependent: bool) -> Products:
         """Take room for ``registers`` accumulators of each thread of the consumer warpgroups; what
-        is returned multiplies."""
+        is returned multiplies.
+
+        Args:
+            memory: of `allocate`.
+            warpgroups: of consumers.
+            registers: 32-bit numbers of a thread that products read and write.
+            dependent: true if the launch depends on the one before, which needs such room too.
+        """
 
     @abstractmethod
     def close(self, warpgroups: int) -> None:

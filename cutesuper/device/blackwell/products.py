@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.blackwell_helpers as sm100
@@ -26,6 +27,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.fragments import filled, fragment
+from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.products import Product, Products
 
 #: named barriers of this module: of all consumers, and the first of the warpgroups, which have one
@@ -209,20 +211,36 @@ class TensorProducts(Products):
     def barriers(self, memory: TensorMemory) -> list[Barriers]:
         return [memory.done]
 
-    def open(self, memory: TensorMemory, warpgroups: int, registers: int) -> TensorProducts:
+    def open(
+        self, memory: TensorMemory, warpgroups: int, registers: int, dependent: bool
+    ) -> TensorProducts:
         # two columns of 64 rows are one register of 128 threads
         columns = max(LEAST_COLUMNS, 1 << (2 * registers * warpgroups - 1).bit_length())
         index, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(index // 32)
-        self._take(memory, columns, warpgroups, warp)
+        self._take(memory, columns, warpgroups, warp, dependent)
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, memory.address)
         base = base + cute.assume(warp // 4 * (columns // warpgroups), divby=8)
         ended = filled(1, 0, Int32)
         return replace(self, state=Open(memory, base, columns, warp, index % 128, ended))
 
     @cute.jit
-    def _take(self, memory, columns: cutlass.Constexpr, warpgroups: cutlass.Constexpr, warp):
+    def _take(
+        self,
+        memory,
+        columns: cutlass.Constexpr,
+        warpgroups: cutlass.Constexpr,
+        warp,
+        dependent: cutlass.Constexpr,
+    ):
+        """Allocate columns; waits until another block of the multiprocessor gives them back.
+
+        Blocks of the launch before have started, but may not have theirs: without the wait for them
+        both launches would wait for each other.
+        """
         if warp == 0:
+            if cutlass.const_expr(dependent):
+                wait_for_predecessor()
             cute.arch.alloc_tmem(columns, memory.address)
             cute.arch.relinquish_tmem_alloc_permit()
         Meeting(ALL_BARRIER, 128 * warpgroups).meet()

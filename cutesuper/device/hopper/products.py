@@ -88,7 +88,9 @@ class WarpgroupProducts(Products):
     def barriers(self, memory: None) -> list[Barriers]:
         return []
 
-    def open(self, memory: None, warpgroups: int, registers: int) -> WarpgroupProducts:
+    def open(
+        self, memory: None, warpgroups: int, registers: int, dependent: bool
+    ) -> WarpgroupProducts:
         return self
 
     def close(self, warpgroups: int) -> None:

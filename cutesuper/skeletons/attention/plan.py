@@ -528,8 +528,9 @@ def _by_resources(plan: AttentionPlan, target: Target) -> Iterator[Limit]:
             f"{plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit into "
             f"{memory} bytes of shared memory; use smaller tiles",
         )
-    held = 128 * plan.warpgroups * plan.product_registers * s.resident
-    if limit := exceeded_accumulators(held, target):
+    held = 128 * plan.warpgroups * plan.product_registers
+    waits = plan.cluster > 1 or s.resident > 1
+    if limit := exceeded_accumulators(plan, held, waits, target):
         yield limit
     equal = min(THREAD_REGISTERS, target.registers // (plan.threads * s.resident))
     most, _ = plan.registers or (equal, equal)

@@ -654,7 +654,8 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{plan.helpers} helper warps; use a smaller tile",
         )
     held = plan.accumulators + plan.vector_accumulators
-    if limit := exceeded_accumulators(held, target):
+    waits = plan.cluster_size * s.share_rows > 1
+    if limit := exceeded_accumulators(plan, held, waits, target):
         return limit
     if plan.instruction_rows % ROW_UNIT:
         return Limit(

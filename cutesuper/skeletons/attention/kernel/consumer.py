@@ -76,7 +76,7 @@ class Consumer:
         """Walk the key tiles of this warpgroup, then combine and store; ``lead`` is its first
         stage, ``first`` and ``count`` (Int32) are those of the block."""
         k = self.k
-        cores = k.cores.open(here.memory.cores, k.warpgroups, k.plan.product_registers)
+        cores = k.cores.open(here.memory.cores, k.warpgroups, k.plan.product_registers, k.dependent)
         chain = self.chain(cores, here)
         keys = (first + lead) * k.key_tile
         steps = (count - lead + k.key_groups - 1) // k.key_groups

@@ -112,8 +112,9 @@ class SumsConsumer:
         """Walk over the tiles of a block, then store."""
         ring, plan = thread.memory.ring, self.plan
         cores = self.cores.open(
-            thread.memory.cores, plan.schedule.row_groups, plan.product_registers
-        )
+            thread.memory.cores, plan.schedule.row_groups, plan.product_registers,
+            plan.schedule.dependent_launch,
+        )  # fmt: skip
         r = self.registers(cores, thread)
         rows = self.own_rows(thread)
         thread.memory.rows_full.only.wait(0)

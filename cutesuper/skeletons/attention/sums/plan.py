@@ -339,7 +339,7 @@ def _limits(plan: SumsPlan, target: Target) -> Iterator[Limit]:
             f"not fit into {target.shared_bytes} bytes of shared memory; use smaller tiles",
         )
     held = 128 * s.row_groups * plan.product_registers
-    if limit := exceeded_accumulators(held, target):
+    if limit := exceeded_accumulators(plan, held, False, target):
         yield limit
     most = plan.registers[0] if plan.registers else THREAD_REGISTERS
     if plan.live_registers > most - FREE_REGISTERS:

@@ -35,7 +35,9 @@ class Consumer:
     def run(self, here, outs):
         """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`."""
         k, at = self.k, here.memory.ring.first()
-        cores = k.cores.open(here.memory.cores, k.warpgroups, k.plan.thread_accumulators)
+        cores = k.cores.open(
+            here.memory.cores, k.warpgroups, k.plan.thread_accumulators, k.dependent
+        )
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
             for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
