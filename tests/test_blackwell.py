@@ -117,7 +117,6 @@ MORE = {
     "attention, keys in the last dimension": Case(lambda: attention(keys_last=True)),
     "attention, norms": Case(lambda: attention(norm="QV")),
     "decoding in a cluster": Case(lambda: attention(rows=0, group=4, keys=256, cluster=2)),
-    "decoding over the grid": Case(lambda: attention(rows=0, group=4, keys=256, grid=2)),
     "rows, an activation": Case(lambda: rows_plan(4, 256, "silu", target=B200, dtype=BF16)),
 }
 CASES = QUICK | MORE
@@ -185,12 +184,14 @@ STATIC: dict[str, tuple[Callable[[], Given], Callable[[str], str]]] = {
     "64 bytes too many expected": (ring, more(rf"mov\.b32\s+%r\d+, ({FULL_BYTES});", 64)),
     "loads before the stage is empty": (ring, unwaited(-1)),
     "a stage that a warp does not release": (ring, without(r"mbarrier\.arrive\.shared[^;]*;")),
-    "tensor memory given back too early": (ring, without(r"bar\.sync\s+7, 128;", 1)),
+    "tensor memory given back too early": (
+        lambda: kernel_of("product"), without(r"bar\.sync\s+7, 128;", 1),
+    ),
+    "an arrival too many expected": (
+        ring, more(r"mov\.b32\s+%r\d+, (8);(?=\s*mbarrier\.init)", 1),
+    ),
     "an address read before it is written": (ring, without(r"bar\.sync\s+7, 128;", 0)),
     "tensor memory that is not given back": (ring, without(r"tcgen05\.dealloc[^;]*;")),
-    "scores overwritten before all warps have them": (
-        lambda: kernel_of("attention"), without(r"bar\.sync\s+%r\d+, 128;", 0),
-    ),
     "weights multiplied before all warps have written them": (
         lambda: kernel_of("attention"), without(r"bar\.sync\s+%r\d+, 128;", 1),
     ),
@@ -213,6 +214,11 @@ def test_kernels_are_verified(name: str) -> None:
 def test_the_verifier_finds_faults(fault: str) -> None:
     kernel, planted = STATIC[fault]
     assert verdict(kernel(), planted=planted)["result"] not in ("race_free", "verified")
+
+
+def test_the_verifier_proves_no_wrong_products() -> None:
+    planted = more(r"add\.s32\s+%r\d+, %r\d+, (2);", 4)
+    assert verdict(kernel_of("product"), "X @ W", planted)["result"] == "equivalence_not_proven"
 
 
 # ------------------------------------------------------------------------------------- the machine

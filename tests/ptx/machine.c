@@ -223,10 +223,11 @@ static uint16_t f32_to_bf16(float f)
 static float from16(int bf, uint16_t h) { return bf ? bf16_to_f32(h) : f16_to_f32(h); }
 static uint16_t to16(int bf, float f) { return bf ? f32_to_bf16(f) : f32_to_f16(f); }
 
-/* a * b + c of 16-bit numbers and an fp32 one. */
-static uint32_t mixed(int bf, uint32_t a, uint32_t b, uint32_t c)
+/* a * b + c of 16-bit numbers and an fp32 one; a sum has b = 1. */
+enum { ONE_F16 = 0x3c00, ONE_BF16 = 0x3f80 };
+static uint32_t mixed(int bf, uint32_t a, uint32_t b, float c)
 {
-    return of_f32(fmaf(from16(bf, (uint16_t)a), from16(bf, (uint16_t)b), as_f32(c)));
+    return of_f32(fmaf(from16(bf, (uint16_t)a), from16(bf, (uint16_t)b), c));
 }
 
 /* Two fp32 numbers at once: 0 a * b + c, 1 a + b, 2 a * b, 3 a - b. */
@@ -1057,8 +1058,13 @@ static int run_queue(void)
     X("mul.wide.s16", S16, (U64)(U32)((S32)a * b), a) X("mul.wide.u16", U16, (U64)((U32)a * b), a) \
     X("mad.wide.s32", S32, (U64)((S64)a * b) + c64, c) X("mad.wide.u32", U32, (U64)a * b + c64, c) \
     X("add.f32x2", U64, pair(a, b, 1, 0), c) X("mul.f32x2", U64, pair(a, b, 2, 0), c)              \
-    X("fma.f32.f16", U32, mixed(0, a, b, (U32)c64), c) X("fma.f32.bf16", U32, mixed(1, a, b, (U32)c64), c) \
-    X("sub.f32x2", U64, pair(a, b, 3, 0), c) X("fma.f32x2", U64, pair(a, b, 0, c64), c)
+    X("sub.f32x2", U64, pair(a, b, 3, 0), c) X("fma.f32x2", U64, pair(a, b, 0, c64), c)            \
+    X("fma.f32.f16", U32, mixed(0, a, b, as_f32((U32)c64)), c)                                     \
+    X("fma.f32.bf16", U32, mixed(1, a, b, as_f32((U32)c64)), c)                                    \
+    X("add.f32.f16", U32, mixed(0, a, ONE_F16, as_f32(b)), c)                                      \
+    X("add.f32.bf16", U32, mixed(1, a, ONE_BF16, as_f32(b)), c)                                    \
+    X("sub.f32.f16", U32, mixed(0, a, ONE_F16, -as_f32(b)), c)                                     \
+    X("sub.f32.bf16", U32, mixed(1, a, ONE_BF16, -as_f32(b)), c)
 
 #define FLOATS(X)                                                                                  \
     X("add.f32", a + b) X("sub.f32", a - b) X("mul.f32", a * b) X("fma.f32", fmaf(a, b, c))        \
