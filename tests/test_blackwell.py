@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
-pytest.importorskip("sentryward", reason="needs sentryward, of the dev extra")
 
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
@@ -30,6 +30,9 @@ from tests.ptx.run import Conditions, PtxError, executable, run_launch
 from tests.ward import Given, given, verdict
 
 pytestmark = pytest.mark.gpu
+needs_verifier = pytest.mark.skipif(
+    find_spec("sentryward") is None, reason="needs sentryward, of the dev extra"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -199,6 +202,7 @@ STATIC: dict[str, tuple[Callable[[], Given], Callable[[str], str]]] = {
 CAUGHT_STATICALLY = list(STATIC)
 
 
+@needs_verifier
 @pytest.mark.parametrize("name", marked(CASES))
 def test_kernels_are_verified(name: str) -> None:
     case = CASES[name]
@@ -210,12 +214,14 @@ def test_kernels_are_verified(name: str) -> None:
         }
 
 
+@needs_verifier
 @pytest.mark.parametrize("fault", marked(STATIC))
 def test_the_verifier_finds_faults(fault: str) -> None:
     kernel, planted = STATIC[fault]
     assert verdict(kernel(), planted=planted)["result"] not in ("race_free", "verified")
 
 
+@needs_verifier
 def test_the_verifier_proves_no_wrong_products() -> None:
     planted = more(r"add\.s32\s+%r\d+, %r\d+, (2);", 4)
     assert verdict(kernel_of("product"), "X @ W", planted)["result"] == "equivalence_not_proven"

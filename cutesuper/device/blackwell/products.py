@@ -87,7 +87,7 @@ class Open:
         memory: of the block in shared memory.
         base: first column of this thread's warpgroup (Float32 pointer).
         columns: allocated for the block.
-        warp, thread: of the block, of the warpgroup.
+        warp: index in the block, uniform.
         ended: one register: groups of products that have ended (Int32).
         taken: columns that accumulators of this warpgroup have, while tracing.
     """
@@ -96,7 +96,6 @@ class Open:
     base: cute.Pointer
     columns: int
     warp: Any
-    thread: Any
     ended: cute.Tensor
     taken: list[int] = field(default_factory=list[int])
 
@@ -222,7 +221,7 @@ class TensorProducts(Products):
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, memory.address)
         base = base + cute.assume(warp // 4 * (columns // warpgroups), divby=8)
         ended = filled(1, 0, Int32)
-        return replace(self, state=Open(memory, base, columns, warp, index % 128, ended))
+        return replace(self, state=Open(memory, base, columns, warp, ended))
 
     @cute.jit
     def _take(
