@@ -7,12 +7,14 @@
 #   PYTHON=python3.12   the interpreter the environment is made from
 #   VENV=/path          where the environment is made
 #   TORCH=auto          auto, host, pinned or newest: see scripts/setup_venv.sh
+#   GPU=h200            the one that ptx-test stands for: h200 or b200
 #   ARGS=...            more arguments for what the target runs
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= auto
 WORKLOAD ?= inference
+GPU ?= h200
 ARGS ?=
 
 # with tables that are made of results; WORKLOAD's stand in one of them, or in two
@@ -53,7 +55,7 @@ test: lint  ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest --ptx -m ptx -n 2 --durations=10 $(ARGS)
 
 ptx-test: $(STAMP)  ## the tests that need a GPU, as far as the machine of tests/ptx goes
-	$(BIN)/python -m pytest --ptx -m gpu --durations=10 $(ARGS)
+	$(BIN)/python -m pytest --ptx=$(GPU) -m gpu --durations=10 $(ARGS)
 
 gpu-test: $(STAMP)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu --durations=10 $(ARGS)

@@ -17,7 +17,7 @@ from cutesuper.ir.serial import dumps, loads
 from cutesuper.pipeline import mugraphs
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.program import load
-from cutesuper.targets import B200, H100, H200, Target
+from cutesuper.targets import B200, B300, H100, H200, Target
 from cutesuper.tune.tuner import tune
 from cutesuper.verify.equivalence import Verification, verify
 from cutesuper.version import __version__ as __version__
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "B200",
+    "B300",
     "H100",
     "H200",
     "DType",

@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--weight", action="store_true", help="RMSNorm with a weight")
     explain = commands.add_parser("explain", help="optimize a saved kernel graph and explain it")
     explain.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
-    explain.add_argument("--target", default=None, help="h200, h100 or b200")
+    explain.add_argument("--target", default=None, help="h200, h100, b200 or b300")
     explain.add_argument("--dependent-launch", action="store_true")
     explain.add_argument("--svg", type=Path, help="also write a picture of the muGraph")
     explain.add_argument("--html", type=Path, help="also write a page to look into the muGraph")

@@ -11,10 +11,10 @@ from cutesuper.ir.block import BlockOp, MuGraph, TensorSpec
 from cutesuper.ir.dims import Dim, ceil_div, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.pipeline import current_target
 from cutesuper.runtime.compile import compile_kernel
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.targets import H200
 from tests.mugraphs import Block
 from tests.plans import request_of
 
@@ -153,10 +153,11 @@ class Attention:
 
     def kernel(self, dependent: bool = False) -> Kernel:
         """The program, planned and compiled."""
-        mu = self.mugraph()
-        plan = make_plan(mu.steps[0], mu.tensors, H200, dependent_launch=dependent)
-        variant = Variant(mu, (CompiledStep(plan, compile_kernel(request_of(plan))),), "")
-        return Kernel(self.graph(), H200, lambda hints: variant)
+        mu, target = self.mugraph(), current_target()
+        plan = make_plan(mu.steps[0], mu.tensors, target, dependent_launch=dependent)
+        artifact = compile_kernel(request_of(plan, target.arch))
+        variant = Variant(mu, (CompiledStep(plan, artifact),), "")
+        return Kernel(self.graph(), target, lambda hints: variant)
 
 
 def with_logits(attention: Attention, inputs: list[torch.Tensor], largest: float) -> None:

@@ -42,17 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--golden-update", action="store_true", help="write tests/golden again (make golden)"
     )
     parser.addoption(
-        "--ptx", action="store_true",
-        help="run tests marked gpu on the machine of tests/ptx, without a GPU (make ptx-test)",
+        "--ptx", nargs="?", const="h200", metavar="GPU",
+        help="run tests marked gpu on the machine of tests/ptx, without a GPU (make ptx-test); it "
+        "is an h200 unless another one is named",
     )  # fmt: skip
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Replace the GPU before a test file asks for one."""
-    if session.config.getoption("--ptx"):
+    if name := session.config.getoption("--ptx"):
         from tests.ptx.device import emulated_gpu
 
-        gpu = emulated_gpu()
+        gpu = emulated_gpu(name)
         gpu.__enter__()
         session.config.add_cleanup(lambda: gpu.__exit__(None, None, None))
 

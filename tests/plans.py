@@ -34,21 +34,21 @@ def specs(
     }
 
 
-def whole_plan(graph: KernelGraph) -> MatmulPlan:
+def whole_plan(graph: KernelGraph, target: Target = H200) -> MatmulPlan:
     """The plan of a whole graph as one matmul kernel, whatever several kernels would cost; inputs
     are named in0, in1 and so on."""
-    mu = whole_mugraph(graph)
-    plan = make_plan(mu.steps[0], mu.tensors, H200)
+    mu = whole_mugraph(graph, target)
+    plan = make_plan(mu.steps[0], mu.tensors, target)
     assert isinstance(plan, MatmulPlan)
     return plan
 
 
-def whole_mugraph(graph: KernelGraph, clusters: bool = True) -> MuGraph:
+def whole_mugraph(graph: KernelGraph, target: Target = H200, clusters: bool = True) -> MuGraph:
     """A whole graph as one kernel, with clusters or without; inputs are named in0, in1 and so on,
     in the kernel's order."""
     flat = Flat(graph.expanded())
     segment = flat.segment(flat.order)
-    ways = search_region(segment.region, H200, SearchOptions(lowered=True)).ways
+    ways = search_region(segment.region, target, SearchOptions(lowered=True)).ways
     way = next(w for w in ways if clusters or not w.programs[0].of_kind(AxisKind.CLUSTER))
     names = [f"in{segment.reads.index(graph.nodes[i].name)}" for i in graph.inputs]
     outputs = [f"out{n}" for n in range(len(graph.outputs))]

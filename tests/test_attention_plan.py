@@ -536,8 +536,8 @@ def test_what_does_not_fit(name: str) -> None:
 def test_other_targets() -> None:
     program = Program()
     program.attend(program.scores())
-    with pytest.raises(LoweringError, match=r"kernel att: .*sm_100a"):
-        program.plan(B200)
+    with pytest.raises(LoweringError, match=r"kernel att: .*sm_120a"):
+        program.plan(replace(B200, arch="sm_120a"))
 
 
 def test_a_mask_to_the_last_key_of_symbolic_rows() -> None:

@@ -386,8 +386,9 @@ def test_targets() -> None:
             cs.superoptimize(zoo.rows("exp", (4, 8)), target=target)  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="target 'h300': unknown; use one of h200, h100, b200"):
         cs.superoptimize(zoo.rows("exp", (4, 8)), target="h300")
-    with pytest.raises(LoweringError, match=r"for Hopper \(sm_90a\) only, not for b200"):
-        cs.superoptimize(zoo.linear(16, 64, 64), target=cs.B200)
+    consumer = replace(cs.B200, name="rtx5090", arch="sm_120a")
+    with pytest.raises(LoweringError, match=r"lowered for sm_90a, .* not for rtx5090"):
+        cs.superoptimize(zoo.linear(16, 64, 64), target=consumer)
     if not torch.cuda.is_available():
         assert current_target() is cs.H200
 

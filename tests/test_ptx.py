@@ -66,6 +66,9 @@ ELEMENTWISE = [
     ("add.f32 %r5, %r4, %r4;", lambda x: x + x),
     ("fma.rn.f32 %r5, %r4, %r4, 0f3F800000;", lambda x: x * x + 1),
     ("ex2.approx.ftz.f32 %r5, %r4;", np.exp2),
+    (("mov.b64 %rd6, {%r4, %r4}; mul.f32x2 %rd7, %rd6, %rd6; add.f32x2 %rd6, %rd7, %rd7;"
+     "mov.b64 {%r6, %r5}, %rd6;"), lambda x: 2 * x * x),
+    ("cvt.rn.f16.f32 %rs1, 0f40000000; add.rn.f32.f16 %r5, %rs1, %r4;", lambda x: x + 2),
     ("max.f32 %r5, %r4, 0f00000000;", lambda x: np.maximum(x, 0)),
     ("setp.lt.f32 %p1, %r4, 0f00000000; selp.f32 %r5, 0f40000000, %r4, %p1;",
      lambda x: np.where(x < 0, 2, x)),

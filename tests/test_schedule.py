@@ -354,9 +354,23 @@ def test_schedules_that_do_not_fit() -> None:
         rows_plan(16, 512, "exp", schedule=MatmulSchedule(2))
 
 
-def test_matrix_products_are_for_hopper() -> None:
-    with pytest.raises(LoweringError, match=r"for Hopper \(sm_90a\) only, not for b200"):
-        Linear().plan(B200)
+def test_matrix_products_need_building_blocks() -> None:
+    with pytest.raises(LoweringError, match=r"lowered for sm_90a, sm_100a.*, not for b200"):
+        Linear().plan(replace(B200, arch="sm_120a"))
+
+
+def test_accumulators_of_tensor_memory() -> None:
+    wide = Linear(m=192, n=512, tile_m=192, tile_n=256, tile_k=64, norm=False)
+    assert wide.plan().accumulators == 192 * 256
+    with pytest.raises(ScheduleError, match=r"49152 numbers of products in a block, .* of b200"):
+        wide.plan(B200)
+    # blocks of a pair wait for each other: no two on a multiprocessor may need more than there is
+    pairs = Linear(m=96, n=512, k=512, tile_m=96, tile_n=256, tile_k=64, norm=False)
+    schedule = replace(pairs.plan(B200).schedule, share_rows=2, persistent=0)
+    few = replace(schedule, stages=2, head=2, pieces=2)
+    assert pairs.plan(schedule=few).shared_bytes < pairs.plan(B200, schedule=schedule).shared_bytes
+    with pytest.raises(ScheduleError, match=r"24576 numbers .* 2 block\(s\) that share the room"):
+        pairs.plan(B200, schedule=few)
 
 
 # ------------------------------------------------------------------------------------------ rows

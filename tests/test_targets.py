@@ -8,7 +8,7 @@ import pytest
 
 from cutesuper.errors import DeviceError
 from cutesuper.ir.operators.base import lookup
-from cutesuper.targets import H200, TARGETS, Rates, WideRates, find_target
+from cutesuper.targets import B200, H200, TARGETS, Rates, WideRates, find_target
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
@@ -21,6 +21,7 @@ def test_targets_are_consistent(target):
         assert found > 0 or (name in ("latency_us", "reread") and found == 0), name
     for f in fields(WideRates):
         assert getattr(target.wide, f.name) > 0, f.name
+    assert target.refuses_products() is None
     for operator, count in target.rates.instructions.items():
         assert lookup(operator).elementwise
         assert count > 1  # 1 is what the others cost
@@ -35,3 +36,8 @@ def test_rates_tell_targets_apart():
 def test_unknown_targets_are_named():
     with pytest.raises(DeviceError, match="target 'a100': unknown; use one of h200, h100, b200"):
         find_target("a100")
+
+
+def test_products_are_refused_where_no_building_blocks_are():
+    consumer = replace(B200, name="rtx5090", arch="sm_120a")
+    assert "not for rtx5090 (sm_120a)" in str(consumer.refuses_products())

@@ -3,16 +3,23 @@
 Kernels ask `products` for those of the architecture that they are compiled for, and know nothing
 else of it. What an architecture must answer is `Products` and `Product`; behind them a consumer
 thread always sees accumulators as fragments in the order that `device.hopper.products` describes,
-whatever the instruction leaves behind.
+wherever the instruction leaves them.
+
+All consumer warps of a block `open` the products, and `close` them after the last `fetch`. Between
+them they multiply in groups: `begin`; products inside of `issue`; `end`; `wait`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import cutlass.cute as cute
+import cutlass.memory
 from cutlass.cutlass_dsl import CuTeDSL
+
+from cutesuper.device.barriers import Barriers
 
 
 class Product(ABC):
@@ -28,8 +35,8 @@ class Product(ABC):
         """The second operand in shared memory: ``[N, 1, depth / 16, ...]``."""
 
     @abstractmethod
-    def accumulator(self, columns: int) -> cute.Tensor:
-        """A thread's fragment of fp32 accumulators ``[M, columns]``, not initialised."""
+    def accumulator(self, columns: int) -> Any:
+        """fp32 accumulators ``[M, columns]`` of a warpgroup, not initialised; wherever they are."""
 
     @abstractmethod
     def accumulate(self, on: bool) -> None:
@@ -37,8 +44,17 @@ class Product(ABC):
         run-time loop."""
 
     @abstractmethod
-    def multiply(self, accumulator: cute.Tensor, first: cute.Tensor, second: cute.Tensor) -> None:
-        """Issue one step of 16 along the contracted label."""
+    def packed(self, words: cute.Tensor) -> Any:
+        """A first operand that is in registers: ``words`` are its 16-bit numbers in the order of
+        accumulators, two in each; only for products with ``registers``."""
+
+    @abstractmethod
+    def put(self, operand: Any, words: cute.Tensor) -> None:
+        """Bring words that have changed to where products read them."""
+
+    @abstractmethod
+    def multiply(self, accumulator: Any, first: cute.Tensor, second: cute.Tensor) -> None:
+        """Issue one step of 16 along the contracted label; inside of `Products.issue`."""
 
 
 class Products(ABC):
@@ -62,6 +78,62 @@ class Products(ABC):
             along: for each operand, true if the contracted label is its contiguous one.
             registers: true if the first operand is in registers.
         """
+
+    @abstractmethod
+    def allocate(self, alloc: cutlass.memory.SmemAllocator, warpgroups: int) -> Any:
+        """Allocate what the products of so many warpgroups need in shared memory."""
+
+    @abstractmethod
+    def barriers(self, memory: Any) -> list[Barriers]:
+        """Barriers of that memory; they are initialised with the others of the block."""
+
+    @abstractmethod
+    def open(self, memory: Any, warpgroups: int, registers: int, dependent: bool) -> Products:
+        """Take room for ``registers`` accumulators of each thread of the consumer warpgroups; what
+        is returned multiplies.
+
+        Args:
+            memory: of `allocate`.
+            warpgroups: of consumers.
+            registers: 32-bit numbers of a thread that products read and write.
+            dependent: true if the launch depends on the one before, which needs such room too.
+        """
+
+    @abstractmethod
+    def close(self, warpgroups: int) -> None:
+        """Give that room back."""
+
+    @abstractmethod
+    def issue(self) -> AbstractContextManager[Any]:
+        """The block of statements that only threads run that issue products."""
+
+    @abstractmethod
+    def clear(self, accumulator: Any) -> None:
+        """Set accumulators to zero."""
+
+    @abstractmethod
+    def registers(self, accumulator: Any) -> cute.Tensor:
+        """A thread's fragment for accumulators."""
+
+    @abstractmethod
+    def fetch(self, accumulator: Any, to: cute.Tensor) -> None:
+        """Bring accumulators whose products have been waited for to their fragment."""
+
+    @abstractmethod
+    def total(self, accumulator: Any) -> cute.Tensor:
+        """A fragment of zeros for accumulators, which may be changed between groups of products."""
+
+    @abstractmethod
+    def add(self, accumulator: Any, total: cute.Tensor) -> None:
+        """Add to it what products have added since the last time, which have been waited for."""
+
+    def fetched(self, accumulators: list[list[Any]]) -> list[list[cute.Tensor]]:
+        """Fragments of accumulators whose products have been waited for."""
+        found = [[self.registers(a) for a in row] for row in accumulators]
+        for row, fragments in zip(accumulators, found, strict=True):
+            for accumulator, fragment in zip(row, fragments, strict=True):
+                self.fetch(accumulator, fragment)
+        return found
 
     @abstractmethod
     def begin(self) -> None:
@@ -92,4 +164,8 @@ def products() -> Products:
         from cutesuper.device.hopper.products import WarpgroupProducts
 
         return WarpgroupProducts()
-    raise NotImplementedError(f"matrix products are lowered for sm_90a only, not for {arch}")
+    if arch.startswith(("sm_100", "sm_103")):
+        from cutesuper.device.blackwell.products import TensorProducts
+
+        return TensorProducts()
+    raise NotImplementedError(f"no building blocks for matrix products of {arch}")

@@ -256,6 +256,31 @@ class Limit:
         return self.error(f"kernel {kernel}: {self.message}")
 
 
+def exceeded_accumulators(plan: Plan[Any], held: int, waits: bool, target: Target) -> Limit | None:
+    """The limit of tensor memory, which is given to blocks in powers of two.
+
+    Blocks that need more than is left wait for each other, which blocks that wait for others of
+    their cluster must not: two clusters would wait for each other on two multiprocessors.
+
+    Args:
+        plan: of the kernel.
+        held: numbers of 32 bits that products of a block read and write there.
+        waits: True if its blocks wait for each other.
+        target: the GPU.
+    """
+    room = target.accumulators
+    if room is None:
+        return None
+    blocks = target.sm_shared_bytes // (plan.shared_bytes + target.reserved_bytes) if waits else 1
+    if max(1, blocks) << (held - 1).bit_length() <= room:
+        return None
+    return Limit(
+        "accumulators exceed the tensor memory",
+        f"{held} numbers of products in a block, and {max(1, blocks)} block(s) that share the room "
+        f"of {target.name} for {room}, in powers of two; use a smaller tile",
+    )
+
+
 class Skeleton(ABC):
     """A loop that block programs are lowered to, with the methods that all stages call.
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from cutesuper.errors import DeviceError
 from cutesuper.ir.arguments import shown
 from cutesuper.targets.base import AttentionRates, Rates, RowRates, Target, WideRates
-from cutesuper.targets.blackwell import B200
+from cutesuper.targets.blackwell import B200, B300
 from cutesuper.targets.hopper import H100, H200
 
-TARGETS: dict[str, Target] = {t.name: t for t in (H200, H100, B200)}
+TARGETS: dict[str, Target] = {t.name: t for t in (H200, H100, B200, B300)}
 
 
 def find_target(name: str) -> Target:
@@ -23,6 +23,7 @@ def find_target(name: str) -> Target:
 
 __all__ = [
     "B200",
+    "B300",
     "H100",
     "H200",
     "TARGETS",

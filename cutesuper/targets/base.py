@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+#: architectures for whose tensor cores ``device/`` has building blocks
+PRODUCTS = ("sm_90a", "sm_100a", "sm_103a")
+
 
 @dataclass(frozen=True)
 class AttentionRates:
@@ -184,6 +187,8 @@ class Target:
         attention: the constants of the attention loop.
         rows: the constants of rows that are visited in turn, or split over a cluster.
         settings: folder of the measured settings, below ``schedules``; see `targets.settings`.
+        accumulators: most fp32 accumulators of a block where they have a memory of their own; None
+            where they are registers.
     """
 
     name: str
@@ -204,6 +209,7 @@ class Target:
     attention: AttentionRates
     rows: RowRates
     settings: str
+    accumulators: int | None = None
 
     @property
     def sm_shared_bytes(self) -> int:
@@ -212,9 +218,9 @@ class Target:
 
     def refuses_products(self) -> str | None:
         """Reason why matrix products cannot be lowered for this GPU; None if they can."""
-        if self.arch.startswith("sm_90"):
+        if self.arch in PRODUCTS:
             return None
         return (
-            "matrix products are lowered for Hopper (sm_90a) only, not for "
+            f"matrix products are lowered for {', '.join(PRODUCTS)}, not for "
             f"{self.name} ({self.arch})"
         )

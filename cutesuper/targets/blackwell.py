@@ -1,15 +1,20 @@
-"""Blackwell (sm_100a): datasheet figures; none of them has been measured yet.
+"""Blackwell (sm_100a, sm_103a): public figures; none of them has been measured here.
 
-Kernels without matrix products compile for it.
+What they leave open is Hopper's, until it is measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from cutesuper.targets.hopper import H200
+from cutesuper.targets.hopper import H200, WIDE
 
-#: B200: datasheet figures; what they leave open is Hopper's, until it is measured.
+#: half of the 2.25e15 of the datasheet: instructions of 64 rows keep half of the tensor cores busy
+TENSOR_FLOPS = 1.1e15
+L2_BANDWIDTH = 1.25e13
+
+#: B200: 7680 bits at 3996 MHz are 7.67 TB/s, of which about 90% is reachable; 64 bytes a cycle and
+#: multiprocessor from L2 would be 17.5 TB/s
 B200 = replace(
     H200,
     name="b200",
@@ -17,6 +22,12 @@ B200 = replace(
     sms=148,
     clusters={1: 148, 2: 74, 4: 32, 8: 16, 16: 8},
     bandwidth=7.0e12,
-    l2_bandwidth=1.25e13,
-    tensor_flops=1.8e15,
+    l2_bandwidth=L2_BANDWIDTH,
+    tensor_flops=TENSOR_FLOPS,
+    wide=replace(WIDE, tensor_flops=TENSOR_FLOPS),
+    # 512 columns of tensor memory for instructions of 64 rows
+    accumulators=512 * 64,
 )
+
+#: B300: the same in dense 16-bit products and in bandwidth, with more memory
+B300 = replace(B200, name="b300", arch="sm_103a")

@@ -108,8 +108,8 @@ def _missing(name: str) -> type:
 
 _NOTHING = {
     "synchronize": None, "empty_cache": None, "current_device": None, "is_available": True,
-    "is_initialized": True, "is_current_stream_capturing": False, "get_device_name": "NVIDIA H200",
-    "get_device_capability": (9, 0), "device_count": 1, "manual_seed": None,
+    "is_initialized": True, "is_current_stream_capturing": False, "device_count": 1,
+    "manual_seed": None,
     "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
 }  # fmt: skip
 _MISSING = ("Stream", "CUDAGraph", "graph", "_sleep", "current_stream", "stream", "Event",
@@ -140,19 +140,27 @@ def _no_workers(requests: Sequence[Any], *_: Any) -> list[None]:
 
 
 @contextlib.contextmanager
-def emulated_gpu() -> Iterator[None]:
-    """Let the machine of `tests.ptx` be the GPU of this process. CuTe DSL must not be imported."""
+def emulated_gpu(name: str = "h200") -> Iterator[None]:
+    """Let the machine of `tests.ptx` be the GPU of this process. CuTe DSL must not be imported.
+
+    Args:
+        name: of the target that it is.
+    """
     fake_device()
     from cutesuper.runtime import compile as compiling
     from cutesuper.runtime import programs
     from cutesuper.runtime.kernel import Variant
+    from cutesuper.runtime.resources import arch_number
     from cutesuper.runtime.scratch import ScratchMemory
+    from cutesuper.targets import find_target
 
+    capability = divmod(arch_number(find_target(name).arch), 10)
+    told = {"get_device_name": f"NVIDIA {name.upper()}", "get_device_capability": capability}
     with contextlib.ExitStack() as stack:
-        for name, value in _NOTHING.items():
-            stack.enter_context(patch.object(torch.cuda, name, lambda *a, _v=value, **k: _v))
-        for name in _MISSING:
-            stack.enter_context(patch.object(torch.cuda, name, _missing(name)))
+        for function, value in (_NOTHING | told).items():
+            stack.enter_context(patch.object(torch.cuda, function, lambda *a, _v=value, **k: _v))
+        for function in _MISSING:
+            stack.enter_context(patch.object(torch.cuda, function, _missing(function)))
         stack.enter_context(patch.object(torch.cuda, "device", lambda d: contextlib.nullcontext()))
         stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True))

@@ -1,13 +1,15 @@
-/* A machine that runs PTX of sm_90a on the CPU: the memory, the barriers and the products of a
- * Hopper GPU, one instruction of one warp after the other, in an order that a seed draws.
+/* A machine that runs PTX of sm_90a and sm_100a on the CPU: the memory, the barriers and the
+ * products of a GPU, one instruction of one warp after the other, in an order that a seed draws.
  *
  * What PTX leaves open is drawn as well: which warp goes on, and when a bulk copy arrives. What a
  * kernel may not do ends the run with a message: addresses outside of the given tensors or of shared
  * memory, misaligned addresses, messages to blocks that have ended, instructions of a whole warp
  * that some of its threads do not reach, products that read what was written to shared memory
- * without a fence of the asynchronous proxy, waits that nothing ends.
+ * without a fence of the asynchronous proxy, waits that nothing ends; tensor memory that is not
+ * allocated or not given back, and accesses to it that no tcgen05.fence orders.
  *
- * Sources: NVIDIA, PTX ISA 8.8 (instructions; fragments and matrix descriptors of wgmma). The bits
+ * Sources: NVIDIA, PTX ISA 8.8 (instructions; fragments and matrix descriptors of wgmma; layouts of
+ * tensor memory and instruction descriptors of tcgen05). The bits
  * of a tensor map were read off those that the DSL writes on the host.
  */
 #include <math.h>
@@ -19,11 +21,12 @@
 #include <string.h>
 
 enum { LANES = 32, SHARED = 233472, MAX_BARRIERS = 16, SLICE = 48, PATIENCE = 2000 };
+enum { ROWS = 128, COLUMNS = 512, QUARTERS = 4, TRANSFERS = 64 }; /* of tensor memory */
 #define FULL 0xffffffffu
 
 /* ------------------------------------------------------------------------------------ a program */
 
-typedef struct {
+typedef struct instruction {
     int32_t op;        /* index in the table of operations below */
     int32_t predicate; /* 2 * register + negated, or -1 */
     int32_t first;     /* of its operands in program.operands */
@@ -72,6 +75,9 @@ typedef struct {
     int32_t cluster_phase;    /* arrivals at the cluster barrier so far */
     uint32_t fence;           /* number of proxy fences so far, see `stamp` */
     int32_t groups, out_groups; /* groups of products, of copies to global memory */
+    int64_t after;            /* time of the last tcgen05.fence::after_thread_sync */
+    struct { const struct instruction *i; uint32_t address; } transfers[TRANSFERS];
+    int32_t transfer_count;   /* loads and stores of tensor memory that nobody has waited for */
     uint64_t *r;              /* registers, [register][lane] */
     uint8_t carry[LANES];     /* the flag of add.cc and its like */
     uint8_t *local;           /* memory of the threads, [lane][byte] */
@@ -81,7 +87,16 @@ typedef struct {
     int32_t arrived, expected, waiting_warps;
 } named_barrier;
 
+/* A column of tensor memory, as one quarter of the warps of a warpgroup reaches it: times of the
+ * last product that wrote it, and of the last access of a warp, until a product has followed. */
 typedef struct {
+    int64_t done, touched, published; /* by tcgen05.fence::before_thread_sync */
+    int32_t toucher, taken;
+} column;
+
+typedef struct {
+    uint32_t *tensor;         /* [lane][column]; NULL until some are allocated */
+    column *columns;          /* [quarter][column] */
     uint8_t *shared;
     uint32_t *stamp;          /* for every 16 bytes: writer and its fence count; 0 if fenced */
     named_barrier barriers[MAX_BARRIERS];
@@ -119,6 +134,16 @@ typedef struct {
     int32_t scale;
 } product;
 
+/* A product of tcgen05, or the arrival of those before it on a barrier. */
+typedef struct {
+    warp *w;
+    block *b;
+    const instruction *i;
+    uint32_t d, shape, barrier;
+    uint64_t a, bd;
+    int32_t adds;
+} issued;
+
 enum { COPIES = 65536, PRODUCTS = 65536 };
 
 static __thread struct {
@@ -129,6 +154,9 @@ static __thread struct {
     int32_t copy_count, out_count;
     product *products;
     int32_t product_count;
+    issued *queue; /* what the tensor cores have before them */
+    int32_t queued;
+    int64_t clock;
     int64_t steps, changes; /* instructions; those that another warp may wait for */
     char message[1024];
     jmp_buf failed;
@@ -194,6 +222,26 @@ static uint16_t f32_to_bf16(float f)
 /* kinds of 16-bit numbers: 0 f16, 1 bf16 */
 static float from16(int bf, uint16_t h) { return bf ? bf16_to_f32(h) : f16_to_f32(h); }
 static uint16_t to16(int bf, float f) { return bf ? f32_to_bf16(f) : f32_to_f16(f); }
+
+/* a * b + c of 16-bit numbers and an fp32 one; a sum has b = 1. */
+enum { ONE_F16 = 0x3c00, ONE_BF16 = 0x3f80 };
+static uint32_t mixed(int bf, uint32_t a, uint32_t b, float c)
+{
+    return of_f32(fmaf(from16(bf, (uint16_t)a), from16(bf, (uint16_t)b), c));
+}
+
+/* Two fp32 numbers at once: 0 a * b + c, 1 a + b, 2 a * b, 3 a - b. */
+static uint64_t pair(uint64_t a, uint64_t b, int how, uint64_t c)
+{
+    uint64_t result = 0;
+    for (int h = 0; h < 2; h++) {
+        float x = as_f32((uint32_t)(a >> 32 * h)), y = as_f32((uint32_t)(b >> 32 * h));
+        float z = how == 0 ? fmaf(x, y, as_f32((uint32_t)(c >> 32 * h)))
+                           : how == 1 ? x + y : how == 2 ? x * y : x - y;
+        result |= (uint64_t)of_f32(z) << 32 * h;
+    }
+    return result;
+}
 
 /* One operation on both halves; the result is rounded once, as the device does. */
 #define HALVES(bf, expression)                                                                     \
@@ -669,6 +717,220 @@ static void run_products(warp *w, int group)
     M.now = now, M.b = b, M.now_warp = warp_now;
 }
 
+/* ----------------------------------------------------------------------------- tensor memory */
+
+static column *columns_at(block *b, uint32_t quarter, uint32_t first, uint32_t count)
+{
+    column *c = b->tensor ? b->columns + quarter * COLUMNS + first : NULL;
+    if (!c || first + count > COLUMNS)
+        fail("columns %u to %u of tensor memory", first, first + count - 1);
+    for (uint32_t n = 0; n < count; n++)
+        if (!c[n].taken)
+            fail("column %u of tensor memory, which is not allocated", first + n);
+    return c;
+}
+
+static void take_columns(block *b, uint32_t to, uint32_t count)
+{
+    if (count < 32 || count > COLUMNS || count & (count - 1))
+        fail("%u columns of tensor memory", count);
+    if (!b->tensor) {
+        b->tensor = malloc(ROWS * COLUMNS * 4);
+        memset(b->tensor, 0xff, ROWS * COLUMNS * 4);
+        b->columns = calloc(QUARTERS * COLUMNS, sizeof *b->columns);
+    }
+    uint32_t places = COLUMNS / count, from = draw();
+    for (uint32_t n = 0; n < places; n++) {
+        uint32_t first = (from + n) % places * count, free = 1;
+        for (uint32_t k = 0; k < count; k++)
+            free &= !b->columns[first + k].taken;
+        if (!free)
+            continue;
+        for (uint32_t k = 0; k < count; k++)
+            for (int q = 0; q < QUARTERS; q++)
+                b->columns[q * COLUMNS + first + k] = (column) { .taken = 1 };
+        memcpy(shared_at(b, to, 4), &first, 4);
+        return;
+    }
+    fail("no %u columns of tensor memory are left", count);
+}
+
+static int queued_for(block *b)
+{
+    int found = 0;
+    for (int n = 0; n < M.queued; n++)
+        found += M.queue[n].b == b;
+    return found;
+}
+
+static void give_columns(block *b, uint32_t first, uint32_t count)
+{
+    if (queued_for(b))
+        fail("tensor memory is given back before its products are done");
+    columns_at(b, 0, first, count);
+    for (uint32_t k = 0; k < count; k++)
+        for (int q = 0; q < QUARTERS; q++)
+            b->columns[q * COLUMNS + first + k].taken = 0;
+}
+
+/* The accesses of a warp are before its next barrier for others. */
+static void publish_columns(block *b, int32_t own)
+{
+    if (b->warps[own].transfer_count)
+        fail("accesses to tensor memory that nobody has waited for");
+    for (int n = 0; b->tensor && n < QUARTERS * COLUMNS; n++)
+        if (b->columns[n].touched && b->columns[n].toucher == own && !b->columns[n].published)
+            b->columns[n].published = M.clock;
+}
+
+/* A product of a warp takes columns over from those that accessed them. */
+static void hand_over(block *b, warp *w, uint32_t first, uint32_t count)
+{
+    for (int q = 0; q < QUARTERS; q++) {
+        column *c = columns_at(b, q, first, count);
+        for (uint32_t n = 0; n < count; n++) {
+            if (c[n].touched && (!c[n].published || w->after < c[n].published))
+                fail("a product takes column %u of tensor memory, which warp %d accessed without "
+                     "a tcgen05.fence on both sides of the barrier between them",
+                     first + n, c[n].toucher);
+            c[n].touched = 0;
+        }
+    }
+}
+
+/* extra: 0 bits of a row, 1 repetitions, 2 a store: thread t has rows t / 4 and t / 4 + 8 of 16 */
+static void transfer(block *b, warp *w, const instruction *i, uint32_t address)
+{
+    int own = (int)(w - b->warps), bits = i->extra[0], count = i->extra[1] * bits / 64;
+    uint32_t lane = address >> 16, first = address & 0xffff;
+    const int32_t *o = M.p->operands + i->first + (i->extra[2] ? 2 : 0);
+    if (lane / 32 != (uint32_t)own % 4 || lane % 16)
+        fail("lane %u of tensor memory, which warp %d does not reach", lane, own);
+    column *c = columns_at(b, own % 4, first, (uint32_t)(i->extra[1] * bits / 32));
+    for (int n = 0; n < i->extra[1] * bits / 32; n++) {
+        if (w->after <= c[n].done && c[n].done)
+            fail("column %u of tensor memory without a tcgen05.fence::after_thread_sync since its "
+                 "product was done", first + n);
+        c[n].touched = M.clock, c[n].toucher = own, c[n].published = 0;
+    }
+    for (int j = 0; j < count; j++)
+        for (int l = 0; l < LANES; l++) {
+            int row = l / 4 + 8 * (bits == 256 ? j / 2 % 2 : j % 2);
+            int at = bits == 256 ? j / 4 * 8 + l % 4 * 2 + j % 2 : j / 2 * 4 + l % 4;
+            uint32_t *cell = b->tensor + (lane + row) * COLUMNS + first + at;
+            uint64_t *held = w->r + (uint64_t)o[j] * LANES + l;
+            if (i->extra[2])
+                *cell = (uint32_t)*held;
+            else
+                *held = *cell;
+        }
+}
+
+/* Loads and stores are done when a warp has waited for them; registers hold NaN until then. */
+static void start_transfer(block *b, warp *w, const instruction *i, uint32_t address)
+{
+    if (!M.l->late) {
+        transfer(b, w, i, address);
+        return;
+    }
+    if (w->transfer_count == TRANSFERS)
+        fail("too many accesses to tensor memory under way");
+    if (!i->extra[2])
+        for (int j = 0; j < i->extra[1] * i->extra[0] / 64; j++)
+            memset(w->r + (uint64_t)M.p->operands[i->first + j] * LANES, 0xff, LANES * 8);
+    w->transfers[w->transfer_count].i = i;
+    w->transfers[w->transfer_count++].address = address;
+}
+
+static void finish_transfers(block *b, warp *w, int stores)
+{
+    int kept = 0;
+    for (int n = 0; n < w->transfer_count; n++)
+        if (w->transfers[n].i->extra[2] == stores)
+            transfer(b, w, w->transfers[n].i, w->transfers[n].address);
+        else
+            w->transfers[kept++] = w->transfers[n];
+    w->transfer_count = kept;
+}
+
+/* The instruction descriptor: rows and columns, elements, transposes. */
+static uint32_t rows_of(uint32_t shape) { return (shape >> 24 & 31) * 16; }
+static uint32_t columns_of(uint32_t shape) { return (shape >> 17 & 63) * 8; }
+
+/* The lane of a row: 64 rows lie in the lower half of each quarter. */
+static uint32_t lane_of(uint32_t row, uint32_t rows)
+{
+    return rows == 64 ? row / 16 * 32 + row % 16 : row;
+}
+
+/* extra: 0 a commit, 1 A in tensor memory */
+static void run_issued(issued *q)
+{
+    M.b = q->b, M.now = q->i, M.now_warp = (int)(q->w - q->b->warps);
+    if (q->i->extra[0]) {
+        barrier_arrive(shared_at(q->b, q->barrier, 8), 1, 0);
+        return;
+    }
+    uint32_t rows = rows_of(q->shape), count = columns_of(q->shape);
+    int kind = q->shape >> 7 & 7;
+    static __thread float a[16 * ROWS], bs[16 * 256];
+    if (q->i->extra[1])
+        for (uint32_t row = 0; row < rows; row++)
+            for (int k = 0; k < 16; k++) {
+                uint32_t word = q->b->tensor[lane_of(row, rows) * COLUMNS + (uint32_t)q->a + k / 2];
+                a[k * rows + row] = from16(kind, (uint16_t)(word >> 16 * (k % 2)));
+            }
+    else
+        read_operand(q->b, q->a, kind, q->shape >> 15 & 1, 0, (int)rows, 16, a);
+    read_operand(q->b, q->bd, kind, q->shape >> 16 & 1, 0, (int)count, 16, bs);
+    for (uint32_t row = 0; row < rows; row++) {
+        float sum[256] = { 0 };
+        for (int k = 0; k < 16; k++)
+            for (uint32_t n = 0; n < count; n++)
+                sum[n] += a[k * rows + row] * bs[k * count + n];
+        uint32_t *d = q->b->tensor + lane_of(row, rows) * COLUMNS + q->d;
+        for (uint32_t n = 0; n < count; n++)
+            d[n] = of_f32(sum[n] + (q->adds ? as_f32(d[n]) : 0.0f));
+    }
+    for (int quarter = 0; quarter < QUARTERS; quarter++)
+        for (uint32_t n = 0; n < count; n++)
+            q->b->columns[quarter * COLUMNS + q->d + n].done = M.clock;
+}
+
+static void issue(issued q)
+{
+    if (!q.i->extra[0]) {
+        uint32_t rows = rows_of(q.shape), count = columns_of(q.shape);
+        if ((rows != 64 && rows != 128) || count == 0 || count > 256 || (q.shape >> 4 & 3) != 1
+            || (q.shape >> 7 & 7) > 1 || (q.shape >> 10 & 7) != (q.shape >> 7 & 7)
+            || (rows == 128 && count % 16))
+            fail("a product of shape %#x", q.shape);
+        hand_over(q.b, q.w, q.d, count);
+        if (q.i->extra[1])
+            hand_over(q.b, q.w, (uint32_t)q.a, 8);
+    }
+    if (!M.l->late)
+        run_issued(&q);
+    else if (M.queued == PRODUCTS)
+        fail("too many products under way");
+    else
+        M.queue[M.queued++] = q;
+}
+
+/* Lets the tensor cores go on, as far as the next arrival; returns 0 if there is nothing to do. */
+static int run_queue(void)
+{
+    int done = 0;
+    while (done < M.queued) {
+        run_issued(M.queue + done++);
+        if (M.queue[done - 1].i->extra[0])
+            break;
+    }
+    memmove(M.queue, M.queue + done, (M.queued - done) * sizeof *M.queue);
+    M.queued -= done, M.now = NULL;
+    return done;
+}
+
 /* ------------------------------------------------------------------------------ instructions */
 
 /* Element-wise operations: name, type of the operands, type of the result, value. The names have no
@@ -794,7 +1056,15 @@ static void run_products(warp *w, int group)
 #define WIDE(X)                                                                                    \
     X("mul.wide.s32", S32, (U64)((S64)a * b), a) X("mul.wide.u32", U32, (U64)a * b, a)             \
     X("mul.wide.s16", S16, (U64)(U32)((S32)a * b), a) X("mul.wide.u16", U16, (U64)((U32)a * b), a) \
-    X("mad.wide.s32", S32, (U64)((S64)a * b) + c64, c) X("mad.wide.u32", U32, (U64)a * b + c64, c)
+    X("mad.wide.s32", S32, (U64)((S64)a * b) + c64, c) X("mad.wide.u32", U32, (U64)a * b + c64, c) \
+    X("add.f32x2", U64, pair(a, b, 1, 0), c) X("mul.f32x2", U64, pair(a, b, 2, 0), c)              \
+    X("sub.f32x2", U64, pair(a, b, 3, 0), c) X("fma.f32x2", U64, pair(a, b, 0, c64), c)            \
+    X("fma.f32.f16", U32, mixed(0, a, b, as_f32((U32)c64)), c)                                     \
+    X("fma.f32.bf16", U32, mixed(1, a, b, as_f32((U32)c64)), c)                                    \
+    X("add.f32.f16", U32, mixed(0, a, ONE_F16, as_f32(b)), c)                                      \
+    X("add.f32.bf16", U32, mixed(1, a, ONE_BF16, as_f32(b)), c)                                    \
+    X("sub.f32.f16", U32, mixed(0, a, ONE_F16, -as_f32(b)), c)                                     \
+    X("sub.f32.bf16", U32, mixed(1, a, ONE_BF16, -as_f32(b)), c)
 
 #define FLOATS(X)                                                                                  \
     X("add.f32", a + b) X("sub.f32", a - b) X("mul.f32", a * b) X("fma.f32", fmaf(a, b, c))        \
@@ -833,14 +1103,16 @@ static const char *other_names[] = {
     "mbarrier.arrive", "mbarrier.expect", "mbarrier.arrive.expect", "mbarrier.try_wait", "mapa",
     "st.async", "copy.tensor", "copy.linear", "wgmma", "wgmma.commit", "wgmma.wait", "fence.proxy",
     "nothing", "atom", "copy.out", "redux", "copy.async", "trap", "match", "stmatrix", "ldmatrix",
-    "tensor.out", "out.commit", "out.wait", "convert", "carried", NULL,
+    "tensor.out", "out.commit", "out.wait", "convert", "carried", "tensor.alloc", "tensor.free",
+    "tensor.move", "tensor.wait", "tensor.issue", "tensor.before", "tensor.after", NULL,
 };
 enum {
     BRA, RET, LD, ST, UNPACK, PACK, SETP, SHFL, ELECT, VOTE, BAR_SYNC, BAR_ARRIVE, BAR_WARP,
     CLUSTER_ARRIVE, CLUSTER_WAIT, MB_INIT, MB_ARRIVE, MB_EXPECT, MB_ARRIVE_EXPECT, MB_WAIT, MAPA,
     ST_ASYNC, COPY_TENSOR, COPY_LINEAR, WGMMA, WGMMA_COMMIT, WGMMA_WAIT, FENCE_PROXY, NOTHING, ATOM,
     COPY_OUT, REDUX, COPY_ASYNC, TRAP, MATCH, STMATRIX, LDMATRIX,
-    TENSOR_OUT, OUT_COMMIT, OUT_WAIT, CONVERT, CARRIED,
+    TENSOR_OUT, OUT_COMMIT, OUT_WAIT, CONVERT, CARRIED, TENSOR_ALLOC, TENSOR_FREE,
+    TENSOR_MOVE, TENSOR_WAIT, TENSOR_ISSUE, TENSOR_BEFORE, TENSOR_AFTER,
 };
 
 int operation(const char *name)
@@ -1026,7 +1298,7 @@ static int step(block *b, warp *w, uint32_t group)
     const int32_t *o = M.p->operands + i->first;
     uint64_t *r = w->r;
     uint32_t mask = group;
-    M.now = i;
+    M.now = i, M.clock++;
     if (i->predicate >= 0) {
         mask = 0;
         for (int l = 0; l < LANES; l++)
@@ -1462,6 +1734,53 @@ static int step(block *b, warp *w, uint32_t group)
             run_products(w, w->groups - (int)r[(uint64_t)o[0] * LANES]);
             M.now = i;
             break;
+        case TENSOR_ALLOC: /* [to], columns */
+            if (!whole(w, FULL, mask) || mask != FULL)
+                return 0;
+            take_columns(b, (uint32_t)(r[(uint64_t)o[0] * LANES] + r[(uint64_t)o[1] * LANES]),
+                         (uint32_t)r[(uint64_t)o[2] * LANES]);
+            break;
+        case TENSOR_FREE: /* first, columns */
+            if (!whole(w, FULL, mask) || mask != FULL)
+                return 0;
+            give_columns(b, (uint32_t)r[(uint64_t)o[0] * LANES], (uint32_t)r[(uint64_t)o[1] * LANES]);
+            break;
+        case TENSOR_MOVE: { /* registers and [from], or [to] and registers; extra: see transfer */
+            if (!whole(w, FULL, mask) || mask != FULL)
+                return 0;
+            int at = i->extra[2] ? 0 : i->count - 2;
+            uint64_t there = r[(uint64_t)o[at] * LANES] + r[(uint64_t)o[at + 1] * LANES];
+            start_transfer(b, w, i, (uint32_t)there);
+            break;
+        }
+        case TENSOR_WAIT: /* extra: 0 for stores */
+            if (!whole(w, FULL, mask) || mask != FULL)
+                return 0;
+            finish_transfers(b, w, i->extra[0]);
+            M.now = i;
+            break;
+        case TENSOR_ISSUE: { /* [D], A, B, shape, ..., adds; or [barrier]; extra: see run_issued */
+            if (mask & (mask - 1))
+                fail("an instruction of one thread that several run");
+            int l = __builtin_ctz(mask), at = i->extra[1] ? 4 : 3;
+            issued q = { .w = w, .b = b, .i = i };
+            if (i->extra[0])
+                q.barrier = (uint32_t)(R(o[0]) + R(o[1]));
+            else {
+                q.d = (uint32_t)(R(o[0]) + R(o[1]));
+                q.a = R(o[2]) + (i->extra[1] ? R(o[3]) : 0);
+                q.bd = R(o[at]), q.shape = (uint32_t)R(o[at + 1]), q.adds = R(o[i->count - 1]) & 1;
+            }
+            issue(q);
+            M.b = b, M.now = i, M.now_warp = (int)(w - b->warps);
+            break;
+        }
+        case TENSOR_BEFORE:
+            publish_columns(b, (int)(w - b->warps));
+            break;
+        case TENSOR_AFTER:
+            w->after = M.clock;
+            break;
         case FENCE_PROXY:
             w->fence++;
             break;
@@ -1537,6 +1856,9 @@ static void run_warp(block *b, warp *w, int slice)
             run_products(w, INT32_MAX);
         finish_out(w, INT32_MAX);
         b->alive_warps--;
+        for (int n = 0; b->alive_warps == 0 && b->tensor && n < COLUMNS; n++)
+            if (b->columns[n].taken)
+                fail("a block ends and has column %d of tensor memory", n);
         if (b->alive_warps == 0)
             b->cluster->alive--;
         cluster_check(b->cluster);
@@ -1626,6 +1948,7 @@ static void free_cluster(cluster *c)
         free(c->blocks[n].warps);
         free(c->blocks[n].shared);
         free(c->blocks[n].stamp);
+        free(c->blocks[n].tensor), free(c->blocks[n].columns);
     }
     free(c->blocks);
     free(c);
@@ -1663,6 +1986,7 @@ int run(const program *p, const launch *l, char *message, int64_t *steps)
     M.copies = malloc(COPIES * sizeof *M.copies);
     M.outs = malloc(COPIES * sizeof *M.outs);
     M.products = malloc(PRODUCTS * sizeof *M.products);
+    M.queue = malloc(PRODUCTS * sizeof *M.queue);
     message[0] = 0;
     if (setjmp(M.failed)) {
         strcpy(message, M.message);
@@ -1671,7 +1995,7 @@ int run(const program *p, const launch *l, char *message, int64_t *steps)
             free_cluster(running);
             running = c;
         }
-        free(M.copies), free(M.outs), free(M.products);
+        free(M.copies), free(M.outs), free(M.products), free(M.queue);
         return M.too_large ? 2 : 1;
     }
     clusters = l->grid[0] * l->grid[1] * l->grid[2] / (l->cluster[0] * l->cluster[1] * l->cluster[2]);
@@ -1708,13 +2032,14 @@ int run(const program *p, const launch *l, char *message, int64_t *steps)
             } else
                 at = &(*at)->next;
         /* warps that poll memory run instructions and change nothing */
-        idle = M.changes != changes || (M.copy_count && arrivals(1)) ? 0 : idle + 1;
+        int moved = M.changes != changes || (M.copy_count && arrivals(1)) || run_queue();
+        idle = moved ? 0 : idle + 1;
         if (idle > PATIENCE)
             stuck(running);
         if (M.steps > l->limit)
             M.too_large = 1, stuck(running);
     }
     *steps = M.steps;
-    free(M.copies), free(M.outs), free(M.products);
+    free(M.copies), free(M.outs), free(M.products), free(M.queue);
     return 0;
 }

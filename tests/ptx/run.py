@@ -50,7 +50,7 @@ _CARRIED = re.compile(
     r"(?=addc|madc|.*\.cc\.)(?:add|mad)(c)?(?:\.(lo|hi(?=.*u\d\d$)))?(\.cc)?\.[us](32|64)"
 )
 _SPACES = {"param": 0, "shared": 1, "global": 2, "local": 3}
-_FLOATS = (".f64", ".f32", ".f16", ".bf16", ".f16x2", ".bf16x2")
+_FLOATS = (".f64", ".f32", ".f32x2", ".f16", ".bf16", ".f16x2", ".bf16x2")
 _SAME_BITS = ("add", "sub", "mul.lo", "mad.lo", "selp", "mov")
 _SPECIALS = {"tid": 0, "ctaid": 1, "ntid": 2, "nctaid": 3, "laneid": 4, "cluster_ctarank": 5,
              "cluster_nctarank": 6, "cluster_ctaid": 7, "cluster_nctaid": 8, "clusterid": 9,
@@ -140,6 +140,8 @@ def _decode_by_head(i: Instruction, name: str, head: str) -> tuple[str, tuple[in
             return "atom", (how, _TYPES[parts[-1]], _BYTES[parts[-1]], space, int(head == "atom"))
         case "wgmma":
             return _product(i, name)
+        case "tcgen05":
+            return _tensor(i, name)
         case "st" | "cp":
             return _copy(i, name)
         case _:
@@ -221,6 +223,25 @@ def _product(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
     across = (turns[0] | turns[1] << 1) if len(turns) == 2 else 0
     sign = int(signs[:1] != signs[1:2])
     return "wgmma", (columns, kind, int(registers), across, sign)
+
+
+def _tensor(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
+    whole = {"alloc": "tensor.alloc", "dealloc": "tensor.free",
+             "relinquish_alloc_permit": "nothing", "fence::before_thread_sync": "tensor.before",
+             "fence::after_thread_sync": "tensor.after"}  # fmt: skip
+    kind = name.split(".")[1]
+    if kind.startswith("wait"):
+        return "tensor.wait", (int(kind == "wait::st"),)
+    if kind in whole:
+        return whole[kind], ()
+    if move := re.fullmatch(r"tcgen05\.(ld|st)\.sync\.aligned\.16x(128|256)b\.x(\d+)\.b32", name):
+        return "tensor.move", (int(move[2]), int(move[3]), int(move[1] == "st"))
+    one = ".cta_group::1" in name and "multicast" not in name
+    if kind == "commit" and one:
+        return "tensor.issue", (1, 0)
+    if kind == "mma" and one and ".kind::f16" in name:
+        return "tensor.issue", (0, int(i.text.count("[") == 2))
+    return None
 
 
 # -------------------------------------------------------------------------------------- machine
@@ -422,6 +443,12 @@ _HANDLER = ctypes.CFUNCTYPE(
 )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=64)
+def parameter_sizes(ptx: str) -> list[int]:
+    """Bytes of each parameter of a kernel."""
+    return [size for _, size in parse(ptx).parameters]
+
+
 class FakeDevice:
     """The CUDA runtime of this process: it collects launches, and runs them on the machine."""
 
@@ -442,8 +469,7 @@ class FakeDevice:
 
     def launches(self, artifact: Any, arguments: Sequence[Any]) -> list[Launched]:
         """The launches that a call of a compiled kernel asks for."""
-        module = executable(artifact.ptx).module
-        self._parameters = [size for _, size in module.parameters]
+        self._parameters = parameter_sizes(artifact.ptx)
         self._launched = []
         artifact.load()(*[_on_device(a) for a in arguments])
         return self._launched

@@ -7,14 +7,17 @@ The first operand has 64 rows (M) and lies in shared memory or registers, the se
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cutlass.cute as cute
+import cutlass.memory
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from cutesuper.device.barriers import Barriers
 from cutesuper.device.products import Product, Products
 
 
@@ -25,10 +28,12 @@ class WarpgroupProduct(Product):
     Attributes:
         mma: the instruction; changed by `accumulate`.
         rows: of the first operand.
+        dtype: of the operands.
     """
 
     mma: cute.TiledMma
     rows: int
+    dtype: Any
 
     def first(self, memory: cute.Tensor) -> cute.Tensor:
         return self.mma.make_fragment_A(self.mma.get_slice(0).partition_A(memory))
@@ -42,8 +47,23 @@ class WarpgroupProduct(Product):
     def accumulate(self, on: bool) -> None:
         self.mma.set(warpgroup.Field.ACCUMULATE, on)
 
+    def packed(self, words: cute.Tensor) -> cute.Tensor:
+        # accumulators are 2 columns, row and row + 8, blocks of 8 columns: 8 numbers for 16 columns
+        count = cute.size(words)
+        layout = cute.make_layout(((2, 2, 2), 1, count // 4), stride=((1, 2, 4), 0, 8))
+        return cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), layout)
+
+    def put(self, operand: cute.Tensor, words: cute.Tensor) -> None:
+        pass
+
     def multiply(self, accumulator: cute.Tensor, first: cute.Tensor, second: cute.Tensor) -> None:
         cute.gemm(self.mma, accumulator, first, second, accumulator)
+
+
+class AllWarps(nullcontext[None]):
+    """Statements that all warps run; the DSL asks for the attribute."""
+
+    __dsl_trace_time_ctxmgr__ = True
 
 
 @dataclass(frozen=True)
@@ -60,7 +80,40 @@ class WarpgroupProducts(Products):
         mma = sm90.make_trivial_tiled_mma(
             dtype, dtype, first, second, Float32, (1, 1, 1), (self.block, columns), *source
         )
-        return WarpgroupProduct(mma, self.block)
+        return WarpgroupProduct(mma, self.block, dtype)
+
+    def allocate(self, alloc: cutlass.memory.SmemAllocator, warpgroups: int) -> None:
+        del alloc, warpgroups
+
+    def barriers(self, memory: None) -> list[Barriers]:
+        return []
+
+    def open(
+        self, memory: None, warpgroups: int, registers: int, dependent: bool
+    ) -> WarpgroupProducts:
+        return self
+
+    def close(self, warpgroups: int) -> None:
+        pass
+
+    def issue(self) -> AllWarps:
+        return AllWarps()
+
+    def clear(self, accumulator: cute.Tensor) -> None:
+        accumulator.fill(0.0)
+
+    def registers(self, accumulator: cute.Tensor) -> cute.Tensor:
+        return accumulator
+
+    def fetch(self, accumulator: cute.Tensor, to: cute.Tensor) -> None:
+        assert to is accumulator
+
+    def total(self, accumulator: cute.Tensor) -> cute.Tensor:
+        accumulator.fill(0.0)
+        return accumulator
+
+    def add(self, accumulator: cute.Tensor, total: cute.Tensor) -> None:
+        assert total is accumulator
 
     def begin(self) -> None:
         warpgroup.fence()

@@ -33,6 +33,7 @@ from cutesuper.skeletons.base import (
     Plan,
     Scratch,
     View,
+    exceeded_accumulators,
     view_of,
 )
 from cutesuper.targets import Target
@@ -325,13 +326,17 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def live_registers(self) -> int:
-        """Registers of a thread for results, scores, weights as an operand, and values of keys."""
-        # a warpgroup's 64 rows of fp32 numbers take half a register a thread for each column
-        weights = self.key_tile * self.element_bytes // 8
-        values = len(self.key_values) * self.key_tile // 4
+        """Registers of a thread for results, scores, weights as an operand, values of keys, and
+        tensors beside scores."""
         beside = sum(as_dtype(self.arguments[v.argument].dtype).itemsize
                      for v in self.beside.values()) * self.key_tile // 8  # fmt: skip
-        return self.width // 2 + self.key_tile // 2 + weights + values + beside
+        return self.product_registers + len(self.key_values) * self.key_tile // 4 + beside
+
+    @property
+    def product_registers(self) -> int:
+        """Registers of a thread for results, scores, and weights as an operand."""
+        # a warpgroup's 64 rows of fp32 numbers take half a register a thread for each column
+        return self.width // 2 + self.key_tile // 2 + self.key_tile * self.element_bytes // 8
 
     @property
     def registers(self) -> tuple[int, int] | None:
@@ -528,6 +533,10 @@ def _by_resources(plan: AttentionPlan, target: Target) -> Iterator[Limit]:
             f"{plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit into "
             f"{memory} bytes of shared memory; use smaller tiles",
         )
+    held = 128 * plan.warpgroups * plan.product_registers
+    waits = plan.cluster > 1 or s.resident > 1
+    if limit := exceeded_accumulators(plan, held, waits, target):
+        yield limit
     equal = min(THREAD_REGISTERS, target.registers // (plan.threads * s.resident))
     most, _ = plan.registers or (equal, equal)
     if plan.live_registers > most - OTHER_REGISTERS:

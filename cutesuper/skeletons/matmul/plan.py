@@ -25,6 +25,7 @@ from cutesuper.skeletons.base import (
     Plan,
     Scratch,
     View,
+    exceeded_accumulators,
     same_places,
     view_of,
 )
@@ -750,6 +751,10 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{each} accumulators of a thread, which has {plan.registers[0]} registers beside "
             f"{plan.helpers} helper warps; use a smaller tile",
         )
+    held = plan.accumulators + plan.vector_accumulators
+    waits = plan.cluster_size * s.share_rows > 1 or plan.parts > 1
+    if limit := exceeded_accumulators(plan, held, waits, target):
+        return limit
     unit = ROW_BOX if plan.turned else ROW_UNIT
     if plan.instruction_rows % unit:
         return Limit(

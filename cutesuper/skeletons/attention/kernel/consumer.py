@@ -14,7 +14,7 @@ from cutesuper.device.cluster import wait_for_cluster
 from cutesuper.device.fragments import fragment
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.pipeline import Slot
-from cutesuper.device.products import Product
+from cutesuper.device.products import Product, Products
 from cutesuper.skeletons.attention.kernel.context import TURN_BARRIER, Known, RowFacts
 from cutesuper.skeletons.attention.kernel.join import Join
 from cutesuper.skeletons.attention.kernel.keys import KeyValues
@@ -27,25 +27,29 @@ class Chain:
     """The two products of a warpgroup, and what it has in registers.
 
     Attributes:
+        cores: the tensor cores.
         fresh, more: products of rows and keys, which replace and add to the scores: two, because
             the flag cannot change inside a run-time loop.
         second: of weights and values.
         a, b, v: operands in shared memory: rows, keys, values.
-        scores, result: fp32 accumulators of ``(64, key tile)`` and ``(64, width)``.
-        weights: the 16-bit first operand in the registers of ``words`` (Int32).
+        products: fp32 accumulators of ``(64, key tile)`` and ``(64, width)``.
+        scores, result: registers for them; those of the result are of all tiles so far.
+        weights: the 16-bit first operand, whose numbers are in the registers of ``words`` (Int32).
         state: that of `Scores.start`.
         rows: facts of the rows.
     """
 
+    cores: Products
     fresh: Product
     more: Product
     second: Product
     a: cute.Tensor
     b: cute.Tensor
     v: cute.Tensor
+    products: tuple[Any, Any]
     scores: cute.Tensor
     result: cute.Tensor
-    weights: cute.Tensor
+    weights: Any
     words: cute.Tensor
     state: cute.Tensor
     rows: RowFacts
@@ -72,57 +76,58 @@ class Consumer:
         """Walk the key tiles of this warpgroup, then combine and store; ``lead`` is its first
         stage, ``first`` and ``count`` (Int32) are those of the block."""
         k = self.k
-        chain = self.chain(here)
+        cores = k.cores.open(here.memory.cores, k.warpgroups, k.plan.product_registers, k.dependent)
+        chain = self.chain(cores, here)
         keys = (first + lead) * k.key_tile
         steps = (count - lead + k.key_groups - 1) // k.key_groups
         if cutlass.const_expr(k.plan.schedule.overlapped):
             self.overlapped(chain, here, lead, keys, steps)
         else:
             self.plain(chain, here, lead, keys, steps)
+        cores.close(k.warpgroups)
         if cutlass.const_expr(k.plan.cluster > 1):
             wait_for_cluster()
         if cutlass.const_expr(k.dependent):
             wait_for_predecessor()
         self.join.run(chain.result, chain.state, chain.rows, here.after_loop())
 
-    def products(self) -> tuple[Product, Product, Product]:
+    def products(self, cores: Products) -> tuple[Product, Product, Product]:
         """The products of `Chain`."""
         k = self.k
         keys, values = (True, k.inner_major), (True, not k.column_major)
-        fresh, more = (k.cores.product(k.dtype, k.key_tile, keys) for _ in range(2))
-        second = k.cores.product(k.dtype, k.width, values, registers=True)
+        fresh, more = (cores.product(k.dtype, k.key_tile, keys) for _ in range(2))
+        second = cores.product(k.dtype, k.width, values, registers=True)
         fresh.accumulate(False)
         more.accumulate(True)
         second.accumulate(True)
         return fresh, more, second
 
     @cute.jit
-    def chain(self, here):
+    def chain(self, cores, here):
         """Products, operands and registers; waits for the rows."""
         k, memory = self.k, here.memory
-        fresh, more, second = self.products()
+        fresh, more, second = self.products(cores)
         a = fresh.first(memory.rows)
         a = a[None, None, None, here.group // k.key_groups]
         b = fresh.second(memory.keys)
         v = second.second(memory.values)
-        scores = fresh.accumulator(k.key_tile)
-        result = second.accumulator(k.width)
-        result.fill(0.0)
+        products = fresh.accumulator(k.key_tile), second.accumulator(k.width)
+        scores, result = cores.registers(products[0]), cores.total(products[1])
         words = fragment(k.key_tile // 4, Int32)
-        # the accumulators' order (2 columns, row and row + 8, blocks of 8 columns) is that of an A
-        # operand in registers: 8 values for 16 keys
-        layout = cute.make_layout(((2, 2, 2), 1, k.key_tile // 16), stride=((1, 2, 4), 0, 8))
-        weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=k.dtype), layout)
+        weights = second.packed(words)
         state = self.scores.start(here.warp, here.lane)
         if cutlass.const_expr(k.dependent and len(k.plan.vectors) + len(k.plan.beside) > 0):
             wait_for_predecessor()  # they are read with ordinary loads
         rows = self.rows.prepare(here)
-        return Chain(fresh, more, second, a, b, v, scores, result, weights, words, state, rows)
+        return Chain(
+            cores, fresh, more, second, a, b, v, products, scores, result, weights, words, state,
+            rows,
+        )  # fmt: skip
 
     @cute.jit
     def plain(self, chain, here, lead, keys, steps):
         """Process one tile after the other."""
-        cores, key_ring, value_ring = self.k.cores, here.memory.key_ring, here.memory.value_ring
+        cores, key_ring, value_ring = chain.cores, here.memory.key_ring, here.memory.value_ring
         at = Slot(Int32(0) + lead, Int32(0))
         for _ in cutlass.range(steps, unroll=1):
             key_ring.wait(at)
@@ -130,15 +135,17 @@ class Consumer:
             self.multiply_keys(chain, at.stage)
             beside = self.scores.beside(chain.rows, keys, here)
             cores.wait(0)
+            cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
             self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
-            self.scores.pack(chain.scores, chain.words)
+            self.pack(chain)
             self.scores.rescale(chain.result, chain.state)
             value_ring.wait(at)
             self.key_values.clean(here, at.stage, keys, chain.rows)
             cores.begin()
             self.multiply_values(chain, at.stage)
             cores.wait(0)
+            cores.add(chain.products[1], chain.result)
             self.release(value_ring, at.stage, here.lane)
             keys += self.k.key_tile * self.k.key_groups
             at = key_ring.skip(at, self.k.key_groups)
@@ -148,7 +155,7 @@ class Consumer:
         """Multiply the next tile's scores before this tile's weights, so that exponentials are
         computed during a product: 14.5 -> 13.9 us at 16x256 rows and 4096 keys, with lazy
         rescaling."""
-        cores, key_ring, value_ring = self.k.cores, here.memory.key_ring, here.memory.value_ring
+        cores, key_ring, value_ring = chain.cores, here.memory.key_ring, here.memory.value_ring
         group = here.group
         at = Slot(Int32(0) + lead, Int32(0))
         before = Slot(Int32(0) + lead, Int32(0))
@@ -165,9 +172,10 @@ class Consumer:
                 self.turn_of_other(group).arrive()
             beside = self.scores.beside(chain.rows, keys, here)
             cores.wait(0)
+            cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
             self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
-            self.scores.pack(chain.scores, chain.words)
+            self.pack(chain)
         for _ in cutlass.range(1, steps, unroll=1):
             at = key_ring.skip(at, self.k.key_groups)
             key_ring.wait(at)
@@ -183,14 +191,16 @@ class Consumer:
             keys += self.k.key_tile * self.k.key_groups
             beside = self.scores.beside(chain.rows, keys, here)
             cores.wait(1)
+            cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
             self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
             cores.wait(0)
+            cores.add(chain.products[1], chain.result)
             self.release(value_ring, before.stage, here.lane)
             self.scores.rescale(chain.result, chain.state)
             # only now: packed earlier, the weights get the registers of those being multiplied, and
             # the compiler serialises all products
-            self.scores.pack(chain.scores, chain.words)
+            self.pack(chain)
             before = at
         if cutlass.const_expr(self.turns):
             if group == 0:
@@ -201,24 +211,32 @@ class Consumer:
             cores.begin()
             self.multiply_values(chain, before.stage)
             cores.wait(0)
+            cores.add(chain.products[1], chain.result)
             # no release: nothing is loaded into this stage any more
+
+    def pack(self, chain: Chain) -> None:
+        """Make the weights an operand."""
+        self.scores.pack(chain.scores, chain.words)
+        chain.second.put(chain.weights, chain.words)
 
     @cute.jit
     def multiply_keys(self, chain, stage):
         """Compute the fp32 scores ``(64, key tile)`` of one stage, as one group of products."""
-        for kk in cutlass.range_constexpr(self.k.depth // 16):
-            product = chain.fresh if kk == 0 else chain.more
-            rows, keys = chain.a[None, None, kk], chain.b[None, None, kk, stage]
-            product.multiply(chain.scores, rows, keys)
-        self.k.cores.end()
+        with chain.cores.issue():
+            for kk in cutlass.range_constexpr(self.k.depth // 16):
+                product = chain.fresh if kk == 0 else chain.more
+                rows, keys = chain.a[None, None, kk], chain.b[None, None, kk, stage]
+                product.multiply(chain.products[0], rows, keys)
+        chain.cores.end()
 
     @cute.jit
     def multiply_values(self, chain, stage):
         """Add one tile's weighted values to the fp32 result ``(64, width)``."""
-        for kk in cutlass.range_constexpr(self.k.key_tile // 16):
-            weights, values = chain.weights[None, None, kk], chain.v[None, None, kk, stage]
-            chain.second.multiply(chain.result, weights, values)
-        self.k.cores.end()
+        with chain.cores.issue():
+            for kk in cutlass.range_constexpr(self.k.key_tile // 16):
+                weights, values = chain.weights[None, None, kk], chain.v[None, None, kk, stage]
+                chain.second.multiply(chain.products[1], weights, values)
+        chain.cores.end()
 
     @cute.jit
     def release(self, ring, stage, lane):

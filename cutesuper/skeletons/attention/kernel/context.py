@@ -117,6 +117,7 @@ class Memory:
         received: by warpgroup, bytes that the cluster sends.
         key_ring, value_ring: full and empty stages.
         rows_full: bytes of the rows.
+        cores: what the tensor cores need.
     """
 
     rows: cute.Tensor
@@ -132,6 +133,7 @@ class Memory:
     key_ring: Ring
     value_ring: Ring
     rows_full: Barriers
+    cores: Any
 
 
 @dataclass(frozen=True)

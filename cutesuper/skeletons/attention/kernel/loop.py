@@ -135,7 +135,7 @@ class AttentionKernel:
         rings = (Ring(k.stages, *pair) for pair in zip(full, empty, strict=True))
         return Memory(
             rows, keys, values, values_of_rows, *values_of_keys, *exchange, *rings,
-            Barriers.allocate(alloc),
+            Barriers.allocate(alloc), k.cores.allocate(alloc, k.warpgroups),
         )  # fmt: skip
 
     @cute.jit
@@ -145,7 +145,7 @@ class AttentionKernel:
         arrays = [keys.full, values.full, keys.empty, values.empty, memory.rows_full]
         arrays += [memory.values_ready] * (self.plan.helpers > 0)
         arrays += [memory.received] * (self.plan.cluster > 1)
-        initialise(arrays)
+        initialise(arrays + self.k.cores.barriers(memory.cores))
         if cutlass.const_expr(self.plan.cluster > 1):
             self.consumer.join.expect(memory, place)
 

@@ -63,7 +63,8 @@ class SumsKernel:
         loads = self.producer.partition(atoms, coords, memory)
         if warp == self.first:
             ring = memory.ring
-            initialise([ring.full, ring.empty, memory.rows_full])
+            cores = self.places.cores.barriers(memory.cores)
+            initialise([ring.full, ring.empty, memory.rows_full, *cores])
         cute.arch.sync_threads()
         if cutlass.const_expr(self.plan.schedule.dependent_launch):
             start_successor()
@@ -96,4 +97,5 @@ class SumsKernel:
         empty = Barriers.allocate(alloc, stages, 4 * plan.schedule.row_groups)
         ring = Ring(stages, full, empty)
         rows_full = Barriers.allocate(alloc)
-        return SumsMemory(operands[:count], operands[count:], vectors, ring, rows_full)
+        cores = self.places.cores.allocate(alloc, plan.schedule.row_groups)
+        return SumsMemory(operands[:count], operands[count:], vectors, ring, rows_full, cores)

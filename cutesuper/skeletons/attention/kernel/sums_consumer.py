@@ -13,7 +13,7 @@ from cutesuper.device.barriers import Meeting, fence_warp
 from cutesuper.device.fragments import PIECE, fetched, filled, fragment, stored
 from cutesuper.device.math import choose
 from cutesuper.device.memory import neighbours, one, operand_layout
-from cutesuper.device.products import Product
+from cutesuper.device.products import Product, Products
 from cutesuper.ir.operators.base import CONSTANT, LARGEST, lookup
 from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER
 from cutesuper.skeletons.attention.kernel.rows import byte_piece, chunk_of
@@ -51,25 +51,30 @@ class Registers:
     """Products of a warpgroup, their operands, and what a thread has in registers.
 
     Attributes:
+        cores: the tensor cores.
         fresh, more: products of scores, which replace and add.
         rows, tiles: their operands in shared memory.
         last: products of sums.
         streams: their second operands in shared memory.
-        fragments: fp32 numbers of a tile ``(64, loop tile)``.
+        scores: fp32 accumulators of a tile ``(64, loop tile)``.
+        fragments: fp32 numbers of a tile; the first are those of the scores.
         words: 16-bit operands of sums, as Int32, and ``operands``, the same as the products take
             them.
-        results: fp32 accumulators ``(64, width)``.
+        sums: fp32 accumulators ``(64, width)``, and ``results``, fragments of all tiles so far.
     """
 
+    cores: Products
     fresh: list[Product]
     more: list[Product]
     rows: list[cute.Tensor]
     tiles: list[cute.Tensor]
     last: list[Product]
     streams: list[cute.Tensor]
+    scores: list[Any]
     fragments: list[cute.Tensor]
     words: list[cute.Tensor]
-    operands: list[cute.Tensor]
+    operands: list[Any]
+    sums: list[Any]
     results: list[cute.Tensor]
 
 
@@ -107,8 +112,12 @@ class SumsConsumer:
     @cute.jit
     def run(self, thread, span):
         """Walk over the tiles of a block, then store."""
-        ring = thread.memory.ring
-        r = self.registers(thread)
+        ring, plan = thread.memory.ring, self.plan
+        cores = self.cores.open(
+            thread.memory.cores, plan.schedule.row_groups, plan.product_registers,
+            plan.schedule.dependent_launch,
+        )  # fmt: skip
+        r = self.registers(cores, thread)
         rows = self.own_rows(thread)
         thread.memory.rows_full.only.wait(0)
         at, before = ring.first(), ring.first()
@@ -117,31 +126,34 @@ class SumsConsumer:
             ring.wait(at)
             if cutlass.const_expr(self.plan.clears):
                 self.clear_hidden(thread, at.stage, tile * self.tile)
-            self.cores.begin()
+            cores.begin()
             for n in cutlass.range_constexpr(len(self.plan.scores)):
                 self.multiply_score(r, n, at.stage)
             beside = self.beside(rows, thread, tile * self.tile, i, span)
-            self.cores.wait(len(self.plan.scores) - self.done_with(0))
+            cores.wait(len(self.plan.scores) - self.done_with(0))
             self.compute(r, rows, thread, at.stage, beside, 0)
             # here, since without a branch the compiler moves exponentials behind the next wait
             if i > 0:
                 self.release(ring, before.stage, thread.lane)
             self.work(r, rows, thread, at.stage, tile * self.tile, beside)
             if cutlass.const_expr(not self.plan.schedule.overlapped):
-                self.cores.wait(0)
+                cores.wait(0)
             before = at
             at = ring.next(at)
             tile += 1
             if tile == span.first + span.count:
                 tile = Int32(0) + span.first
-        self.cores.wait(0)
+        cores.wait(0)
+        for accumulator, result in zip(r.sums, r.results, strict=True):
+            cores.add(accumulator, result)
+        cores.close(plan.schedule.row_groups)
         self.store(r, rows, thread)
 
     # ------------------------------------------------------------------------------- preparation
 
-    def registers(self, thread: SumsThread) -> Registers:
+    def registers(self, cores: Products, thread: SumsThread) -> Registers:
         """Products, operands and registers; the accumulators are 0."""
-        plan, cores, memory = self.plan, self.cores, thread.memory
+        plan, memory = self.plan, thread.memory
         dtype, tile = self.p.dtype, self.tile
         fresh, more, rows, tiles = list[Any](), list[Any](), list[Any](), list[Any]()
         for s in plan.scores:
@@ -152,7 +164,7 @@ class SumsConsumer:
             a = fresh[-1].first(memory.residents[plan.residents.index(s.resident)])
             rows.append(a[None, None, None, thread.group])
             tiles.append(fresh[-1].second(memory.streams[plan.streams.index(s.stream)]))
-        last, streams, results = list[Any](), list[Any](), list[Any]()
+        last, streams, sums, results = list[Any](), list[Any](), list[Any](), list[Any]()
         for s in plan.sums:
             width = plan.width(s.columns)
             product = cores.product(dtype, width, (True, False), registers=True)
@@ -162,19 +174,17 @@ class SumsConsumer:
             across = operand_layout(dtype, (width, tile), plan.schedule.stages, False)
             streams.append(product.second(cute.make_tensor(smem.iterator, across.outer)))
             last.append(product)
-            result = product.accumulator(width)
-            result.fill(0.0)
-            results.append(result)
-        fragments = [fresh[0].accumulator(tile) for _ in range(plan.fragments)]
+            sums.append(product.accumulator(width))
+            results.append(cores.total(sums[-1]))
+        scores = [product.accumulator(tile) for product in fresh]
+        fragments = [cores.registers(score) for score in scores]
+        fragments += [fragment(tile // 2) for _ in range(plan.fragments - len(scores))]
         words = [fragment(tile // 4, Int32) for _ in plan.operands]
-        # the accumulators' order is that of an operand in registers: 8 values for 16 columns
-        layout = cute.make_layout(((2, 2, 2), 1, tile // 16), stride=((1, 2, 4), 0, 8))
-        operands = [
-            cute.make_tensor(cute.recast_ptr(w.iterator, dtype=dtype), layout) for w in words
-        ]
+        operands = [last[0].packed(w) for w in words]
         return Registers(
-            fresh, more, rows, tiles, last, streams, fragments, words, operands, results
-        )
+            cores, fresh, more, rows, tiles, last, streams, scores, fragments, words, operands,
+            sums, results,
+        )  # fmt: skip
 
     def own_rows(self, thread: SumsThread) -> OwnRows:
         """Positions, values and limits of this thread's rows."""
@@ -197,20 +207,22 @@ class SumsConsumer:
     def multiply_score(self, r, n: cutlass.Constexpr, stage):
         """Compute a product of rows and a tile, as one group."""
         depth = self.plan.width(self.plan.scores[n].inner)
-        for kk in cutlass.range_constexpr(depth // 16):
-            product = r.fresh[n] if kk == 0 else r.more[n]
-            a, b = r.rows[n][None, None, kk], r.tiles[n][None, None, kk, stage]
-            product.multiply(r.fragments[n], a, b)
-        self.cores.end()
+        with r.cores.issue():
+            for kk in cutlass.range_constexpr(depth // 16):
+                product = r.fresh[n] if kk == 0 else r.more[n]
+                a, b = r.rows[n][None, None, kk], r.tiles[n][None, None, kk, stage]
+                product.multiply(r.scores[n], a, b)
+        r.cores.end()
 
     @cute.jit
     def multiply_sum(self, r, n: cutlass.Constexpr, stage):
         """Add the products of a tile to a sum, as one group."""
         operand = r.operands[self.plan.operands.index(self.plan.sums[n].operand)]
-        for kk in cutlass.range_constexpr(self.tile // 16):
-            a, b = operand[None, None, kk], r.streams[n][None, None, kk, stage]
-            r.last[n].multiply(r.results[n], a, b)
-        self.cores.end()
+        with r.cores.issue():
+            for kk in cutlass.range_constexpr(self.tile // 16):
+                a, b = operand[None, None, kk], r.streams[n][None, None, kk, stage]
+                r.last[n].multiply(r.sums[n], a, b)
+        r.cores.end()
 
     @cute.jit
     def release(self, ring, stage, lane):
@@ -251,14 +263,14 @@ class SumsConsumer:
             if (first < rows.inner_low) | (first + self.tile > rows.inner_high):
                 boundary = Int32(1)
         for k in cutlass.range_constexpr(1, len(self.plan.phases)):
-            self.cores.wait(len(self.plan.scores) - self.done_with(k))
+            r.cores.wait(len(self.plan.scores) - self.done_with(k))
             self.compute(r, rows, thread, stage, beside, k)
         if cutlass.const_expr(self.plan.ragged):
             if boundary != 0:
                 self.hide(r, rows, thread, first)
         for n in cutlass.range_constexpr(len(self.plan.operands)):
             self.pack(r, n)
-        self.cores.begin()
+        r.cores.begin()
         for n in cutlass.range_constexpr(len(self.plan.sums)):
             self.multiply_sum(r, n, stage)
 
@@ -274,6 +286,8 @@ class SumsConsumer:
         plan, phase = self.plan, self.plan.phases[k]
         before = plan.phases[k - 1] if k else None
         new = range(before.score + 1 if before else 0, phase.score + 1)
+        for n in new:
+            r.cores.fetch(r.scores[n], r.fragments[n])
         kept = before.slots if before else {}
         for block in range(self.tile // 8):
             column = 8 * block + 2 * (thread.lane % 4)
@@ -348,6 +362,7 @@ class SumsConsumer:
         values = neighbours(r.fragments[self.fragment_of(n)].iterator, count).load()
         narrow = stored(values, count, self.p.dtype)
         r.words[n].store(cute.recast_tensor(narrow, Int32).load())
+        r.last[0].put(r.operands[n], r.words[n])
 
     @cute.jit
     def clear_hidden(self, thread, stage, first):

@@ -34,6 +34,7 @@ class SumsMemory:
         vectors: fp32 numbers of the elements of a stage.
         ring: full and empty stages.
         rows_full: bytes of the rows.
+        cores: what the tensor cores need.
     """
 
     residents: list[cute.Tensor]
@@ -41,6 +42,7 @@ class SumsMemory:
     vectors: cute.Pointer
     ring: Ring
     rows_full: Barriers
+    cores: Any
 
 
 class SumsProducer:

@@ -23,7 +23,15 @@ from cutesuper.skeletons.attention.plan import (
     Mask,
 )
 from cutesuper.skeletons.attention.sums.schedule import SumsSchedule
-from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
+from cutesuper.skeletons.base import (
+    Argument,
+    Limit,
+    Output,
+    Plan,
+    View,
+    exceeded_accumulators,
+    view_of,
+)
 from cutesuper.targets import Target
 
 #: elements of the loop's label in a stage
@@ -248,6 +256,13 @@ class SumsPlan(Plan[SumsSchedule]):
         return max(len(self.scores), len(self.operands))
 
     @property
+    def product_registers(self) -> int:
+        """Registers of a thread that products read and write."""
+        results = sum(self.width(s.columns) // 2 for s in self.sums)
+        words = self.loop_tile * self.element_bytes // 8
+        return results + len(self.scores) * self.loop_tile // 2 + len(self.operands) * words
+
+    @property
     def live_registers(self) -> int:
         """Registers of a thread for accumulators, scores, and operands of sums: all of them, if
         the next tile's scores are computed while these are multiplied, else one at a time."""
@@ -327,6 +342,9 @@ def _limits(plan: SumsPlan, target: Target) -> Iterator[Limit]:
             f"{s.stages} stages of {plan.stage_bytes} bytes and {plan.resident_bytes} of rows do "
             f"not fit into {target.shared_bytes} bytes of shared memory; use smaller tiles",
         )
+    held = 128 * s.row_groups * plan.product_registers
+    if limit := exceeded_accumulators(plan, held, False, target):
+        yield limit
     most = plan.registers[0] if plan.registers else THREAD_REGISTERS
     if plan.live_registers > most - FREE_REGISTERS:
         yield Limit(

@@ -36,22 +36,25 @@ class Consumer:
     @cute.jit
     def run(self, here, outs):
         """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`, by section."""
-        at = here.memory.ring.first()
+        k, at = self.k, here.memory.ring.first()
+        cores = k.cores.open(
+            here.memory.cores, k.warpgroups, k.plan.thread_accumulators, k.dependent
+        )
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
             for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
                 tile = self.walk.tile(step, here.tensors)
-                at = self.consume(here.at(tile), outs, at)
+                at = self.consume(cores, here.at(tile), outs, at)
         else:
-            self.consume(here, outs, at)
+            self.consume(cores, here, outs, at)
+        cores.close(k.warpgroups)
         self.epilogue.tile_store.drain()
 
     @cute.jit
-    def consume(self, here, outs, at):
+    def consume(self, cores, here, outs, at):
         """Multiply all stages, then finish the tile; return the next slot of the ring."""
         k, memory, ring = self.k, here.memory, here.memory.ring
-        cores, rows = k.cores, self.instruction_rows
-        group = here.warp // 4
+        rows, group = self.instruction_rows, here.warp // 4
         for n, prefetch in enumerate(self.prefetches):
             if here.tile.section == n:
                 prefetch.run(here)
@@ -68,9 +71,9 @@ class Consumer:
         ]
         for row in accumulators:
             for acc in row:
-                acc.fill(0.0)
-        hidden = self.tails.accumulators(along_hidden)
-        vectors = self.epilogue.vectors.consumer(lead, memory, self.per_group)
+                cores.clear(acc)
+        hidden = self.tails.accumulators(cores, along_hidden)
+        vectors = self.epilogue.vectors.consumer(cores, lead, memory, self.per_group)
         for instruction in (product, *along_hidden):
             instruction.accumulate(True)
         previous = Int32(-1)
@@ -79,9 +82,10 @@ class Consumer:
             if cutlass.const_expr(k.plan.rewrites):
                 memory.ready[at.stage].wait(at.phase)
             cores.begin()
-            for kk in cutlass.range_constexpr(k.k // 16):
-                self.multiply(product, accumulators, vectors, memory, b, at.stage, kk, group)
-                self.tails.multiply_stage(along_hidden, hidden, memory, b, at.stage, kk, group)
+            with cores.issue():
+                for kk in cutlass.range_constexpr(k.k // 16):
+                    self.multiply(product, accumulators, vectors, memory, b, at.stage, kk, group)
+                    self.tails.multiply_stage(along_hidden, hidden, memory, b, at.stage, kk, group)
             cores.end()
             # one group of products stays in flight: waiting for this stage's own costs 0.2 us
             cores.wait(1)
@@ -96,10 +100,11 @@ class Consumer:
         self.epilogue.begin()
         self.epilogue.tile_store.ask(here, outs[0], False)
         if cutlass.const_expr(len(self.after) > 0):
-            self.tails.run(behind, accumulators, hidden, here)
+            self.tails.run(cores, behind, accumulators, hidden, here)
+        sums, of_vectors = cores.fetched(accumulators), cores.fetched(vectors.accumulators)
         for n, epilogue in enumerate(self.epilogues):
             if here.tile.section == n:
-                epilogue.run(accumulators, vectors.accumulators, here, outs[n])
+                epilogue.run(sums, of_vectors, here, outs[n])
         return at
 
     def multiply(
@@ -115,7 +120,7 @@ class Consumer:
     ) -> None:
         """Issue one k-step of 16 for the products of the columns.
 
-        ``accumulators`` are fp32 fragments of ``(64, rows)``, by product and block of 64 columns.
+        ``accumulators`` are those of ``(64, rows)``, by product and block of 64 columns.
         """
         k = self.k
         for w, (_, final) in enumerate(k.plan.products):

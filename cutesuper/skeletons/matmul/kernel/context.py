@@ -207,6 +207,7 @@ class Memory:
         received, reduced, columns_reduced: bytes of partial sums, statistics, reductions.
         after_full: bytes of the operands after the loop.
         words: that threads have asked for, of operands that they copy; None without any.
+        cores: what the tensor cores need.
     """
 
     hidden: Any
@@ -229,6 +230,7 @@ class Memory:
     block_sums: Any
     columns_reduced: Any
     words: Any
+    cores: Any
 
 
 @dataclass(frozen=True)

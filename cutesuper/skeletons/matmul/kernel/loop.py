@@ -220,6 +220,7 @@ class MatmulKernel:
             hidden, columns, rows, vectors, vector_rows, partials, statistics, row_values, pieces,
             pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums, block_sums,
             Barriers.allocate(alloc, count) if count else None, self.copies.allocate(alloc),
+            k.cores.allocate(alloc, k.warpgroups),
         )  # fmt: skip
 
     @cute.jit
@@ -236,4 +237,5 @@ class MatmulKernel:
             (memory.columns_reduced, plan.column_cluster > 1 and len(plan.reductions) > 0),
         ]
         ring = memory.ring
-        initialise([ring.full, ring.empty, *(array for array, needed in used if needed)])
+        arrays = [array for array, needed in used if needed]
+        initialise([ring.full, ring.empty, *arrays, *self.k.cores.barriers(memory.cores)])

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutesuper.device.barriers import fence_copies
 from cutesuper.device.fragments import filled
 from cutesuper.device.memory import EVICT_LAST, bulk_load, operand, tile_atom
-from cutesuper.device.products import Product
+from cutesuper.device.products import Product, Products
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
 from cutesuper.skeletons.matmul.kernel.context import Known, Memory
 from cutesuper.skeletons.matmul.kernel.leaves import Leaves
@@ -106,8 +106,8 @@ class Tails:
 
     # ------------------------------------------------------------------------------- consumers
 
-    def accumulators(self, products: list[Product]) -> list[list[list[cute.Tensor]]]:
-        """Zeroed fragments by product after the loop, product of the loop, and block."""
+    def accumulators(self, cores: Products, products: list[Product]) -> list[list[list[Any]]]:
+        """Zeroed accumulators by product after the loop, product of the loop, and block."""
         found = []
         for tail, product in zip(self.multiplied, products, strict=True):
             count = tail.blocks // self.k.warpgroups
@@ -116,7 +116,7 @@ class Tails:
             ]
             for row in fragments:
                 for zeros in row:
-                    zeros.fill(0.0)
+                    cores.clear(zeros)
             found.append(fragments)
         return found
 
@@ -143,39 +143,41 @@ class Tails:
                     product.multiply(acc, a[None, None, kk, slot], row)
 
     @cute.jit
-    def run(self, products, accumulators, inner, here):
+    def run(self, cores, products, accumulators, inner, here):
         """Write every row operand, then multiply; parameters as in `Epilogue`."""
         k = self.k
         for t in cutlass.range_constexpr(len(self.tails)):
             if cutlass.const_expr(t not in self.loaded):
                 looped = bool(self.tails[t].products)
-                fragments = inner[self.multiplied.index(self.tails[t])] if looped else []
+                held = inner[self.multiplied.index(self.tails[t])] if looped else []
+                fragments = cores.fetched(held)
                 self.write(t, fragments, here)
         # the tensor cores read the results of ordinary stores
         fence_copies()
         k.consumers_meet()
         here.memory.after_full.only.wait(0)
-        k.cores.begin()
+        cores.begin()
         for t in cutlass.range_constexpr(len(self.tails)):
             if cutlass.const_expr(not self.tails[t].once):  # noqa: SIM114
-                self.multiply(t, products, accumulators, here)
+                self.multiply(t, cores, products, accumulators, here)
             elif here.tile.rank == 0:
-                self.multiply(t, products, accumulators, here)
-        k.cores.end()
-        k.cores.wait(0)
+                self.multiply(t, cores, products, accumulators, here)
+        cores.end()
+        cores.wait(0)
 
     @cute.jit
-    def multiply(self, t: cutlass.Constexpr, products, accumulators, here):
+    def multiply(self, t: cutlass.Constexpr, cores, products, accumulators, here):
         """Multiply one product after the loop."""
         k, product = self.k, products[t]
         product.accumulate(True)
         memory = here.memory.hidden
         a, b = product.first(memory.after[t]), product.second(memory.hidden[t])
-        for kk in cutlass.range_constexpr(self.tails[t].padded // 16):
-            for i in cutlass.range_constexpr(k.blocks // k.warpgroups):
-                acc = accumulators[self.targets[t]][i]
-                slot = here.warp // 4 + k.warpgroups * i
-                product.multiply(acc, a[None, None, kk, slot], b[None, None, kk % 4, kk // 4])
+        with cores.issue():
+            for kk in cutlass.range_constexpr(self.tails[t].padded // 16):
+                for i in cutlass.range_constexpr(k.blocks // k.warpgroups):
+                    acc = accumulators[self.targets[t]][i]
+                    slot = here.warp // 4 + k.warpgroups * i
+                    product.multiply(acc, a[None, None, kk, slot], b[None, None, kk % 4, kk // 4])
 
     @cute.jit
     def write(self, t: cutlass.Constexpr, fragments, here):

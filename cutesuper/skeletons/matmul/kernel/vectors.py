@@ -19,7 +19,7 @@ from cutlass import Float32, Int32
 from cutesuper.device.cluster import push
 from cutesuper.device.fragments import PIECE, filled, fragment
 from cutesuper.device.memory import one, operand
-from cutesuper.device.products import Product
+from cutesuper.device.products import Product, Products
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
 from cutesuper.skeletons.matmul.kernel.row_tile import RowTile
@@ -89,16 +89,18 @@ class VectorTile:
 
     # -------------------------------------------------------------------------------- consumers
 
-    def consumer(self, group: ColumnGroup, memory: Memory, blocks: int) -> VectorConsumer:
+    def consumer(
+        self, cores: Products, group: ColumnGroup, memory: Memory, blocks: int
+    ) -> VectorConsumer:
         """The instruction, its operands, and zeros for ``blocks`` blocks of 64 columns."""
         if not self.rows:
             return VectorConsumer(self, None, None, [])
-        product = group.product(self.k.cores, self.k.dtype, MAX_VECTORS)
+        product = group.product(cores, self.k.dtype, MAX_VECTORS)
         operands = product.first(memory.columns), product.second(memory.vector_rows)
         made = [[product.accumulator(MAX_VECTORS) for _ in range(blocks)] for _ in self.weights]
         for fragments in made:
             for zeros in fragments:
-                zeros.fill(0.0)
+                cores.clear(zeros)
         product.accumulate(True)
         return VectorConsumer(self, product, operands, made)
 
@@ -160,13 +162,13 @@ class VectorConsumer:
         tile: the tile of vectors.
         product: the instruction.
         operands: fragments of the column operands and of the vectors.
-        accumulators: for each column operand one fragment for each block of 64 columns.
+        accumulators: for each column operand one for each block of 64 columns.
     """
 
     tile: VectorTile
     product: Product | None
     operands: Any
-    accumulators: list[list[cute.Tensor]]
+    accumulators: list[list[Any]]
 
     def multiply(self, w: int, i: int, kk: int, slot: Any, stage: Any) -> None:
         """Issue one product for column operand ``w``: 64 columns, 16 deep."""

@@ -1,0 +1,369 @@
+"""Tensor-core products of Blackwell: tcgen05, whose accumulators are columns of tensor memory.
+
+The first operand has 64 rows (M) and lies in shared memory, as the second one, which has 8 to 256
+(N). The first warp of a consumer warpgroup issues its products, one thread of it each; a group of
+products ends with a commit, an arrival on a barrier once all of them are done. An accumulator
+``[64, N]`` takes N columns of tensor memory, 16 lanes of each warp. Loads of 16 lanes and 256 bits
+leave it in the order of WGMMA (`device.hopper.products`).
+
+Source: NVIDIA, Parallel Thread Execution ISA 8.8, tcgen05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm, scf
+from cutlass.cute.arch.elect import IfOpRegion
+from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from cutesuper.device.barriers import Barriers, Meeting
+from cutesuper.device.fragments import filled, fragment
+from cutesuper.device.launch import wait_for_predecessor
+from cutesuper.device.products import Product, Products
+
+#: named barriers of this module: of all consumers, and the first of the warpgroups, which have one
+#: each
+ALL_BARRIER, GROUP_BARRIER = 7, 8
+#: fewest columns of tensor memory that a block can have; it has a power of two
+LEAST_COLUMNS = 32
+#: place of the lane in an address of tensor memory, for the 32 lanes of a warp
+LANES_SHIFT = 21
+#: groups of products whose ends are told apart; a power of two
+GROUPS = 4
+
+
+def before_meeting() -> None:
+    """Order products and accesses to tensor memory before the next barrier, for other threads."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def after_meeting() -> None:
+    """Order products and accesses to tensor memory behind the last barrier."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+@dataclass(frozen=True)
+class TensorMemory:
+    """What the products of a block have in shared memory.
+
+    Attributes:
+        address: of the columns of tensor memory (Int32).
+        done: barriers of the groups of each warpgroup.
+    """
+
+    address: cute.Pointer
+    done: Barriers
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """fp32 accumulators ``[64, columns]`` in tensor memory.
+
+    Attributes:
+        columns: of the accumulator.
+        tensor: as products take it.
+        filled: one register: 0 if the next product replaces what is there (Int32).
+    """
+
+    columns: int
+    tensor: cute.Tensor
+    filled: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Open:
+    """Tensor memory as the consumers use it.
+
+    Attributes:
+        memory: of the block in shared memory.
+        base: first column of this thread's warpgroup (Float32 pointer).
+        columns: allocated for the block.
+        warp: index in the block, uniform.
+        ended: one register: groups of products that have ended (Int32).
+        taken: columns that accumulators of this warpgroup have, while tracing.
+    """
+
+    memory: TensorMemory
+    base: cute.Pointer
+    columns: int
+    warp: Any
+    ended: cute.Tensor
+    taken: list[int] = field(default_factory=list[int])
+
+    def take(self, columns: int) -> cute.Pointer:
+        """The next columns of this warpgroup."""
+        first = sum(self.taken)
+        self.taken.append(columns)
+        return self.base + first
+
+    def address(self, place: cute.Pointer) -> Any:
+        """A column as this warp reaches it."""
+        return place.toint() + (self.warp % 4 << LANES_SHIFT)
+
+
+@dataclass(frozen=True)
+class TensorProduct(Product):
+    """One shape of tcgen05.mma.
+
+    Attributes:
+        cores: which issue it.
+        dtype: of the operands.
+        majors: of the operands.
+        columns: of the second operand.
+        source: of the first operand: shared or tensor memory.
+        replaces: True in a list if products replace accumulators; changed by `accumulate`.
+    """
+
+    cores: TensorProducts
+    dtype: Any
+    majors: tuple[Any, Any]
+    columns: int
+    source: tcgen05.OperandSource
+    replaces: list[bool] = field(default_factory=lambda: [False])
+
+    def instruction(self) -> cute.TiledMma:
+        """The instruction: another one each time, since a flag of a run-time loop stays inside."""
+        return sm100.make_trivial_tiled_mma(
+            self.dtype, self.dtype, *self.majors, Float32, tcgen05.CtaGroup.ONE,
+            (self.cores.block, self.columns), self.source,
+        )  # fmt: skip
+
+    def first(self, memory: cute.Tensor) -> cute.Tensor:
+        mma = self.instruction()
+        return mma.make_fragment_A(mma.get_slice(0).partition_A(memory))
+
+    def second(self, memory: cute.Tensor) -> cute.Tensor:
+        mma = self.instruction()
+        return mma.make_fragment_B(mma.get_slice(0).partition_B(memory))
+
+    def accumulator(self, columns: int) -> Accumulator:
+        mma = self.instruction()
+        one = mma.make_fragment_C(mma.partition_shape_C((self.cores.block, self.columns))).layout
+        # side by side; the layout for all of them has every second one in other lanes
+        shape = (one.shape[0], 1, columns // self.columns)
+        layout = cute.make_layout(shape, stride=(one.stride[0], 0, self.columns))
+        tensor = cute.make_tensor(self.cores.opened().take(columns), layout)
+        return Accumulator(columns, tensor, filled(1, 0, Int32))
+
+    def accumulate(self, on: bool) -> None:
+        self.replaces[0] = not on
+
+    def packed(self, words: cute.Tensor) -> cute.Tensor:
+        columns, mma = 2 * cute.size(words), self.instruction()  # of two numbers
+        shape = mma.partition_shape_A((self.cores.block, 2 * columns))
+        base = self.cores.opened().take(columns)
+        return cute.make_tensor(
+            cute.recast_ptr(base, dtype=self.dtype), mma.make_fragment_A(shape).layout
+        )
+
+    def put(self, operand: cute.Tensor, words: cute.Tensor) -> None:
+        place = cute.recast_ptr(operand.iterator, dtype=Float32)
+        store([words[n] for n in range(cute.size(words))], self.cores.opened().address(place))
+
+    def multiply(self, accumulator: Accumulator, first: Any, second: Any) -> None:
+        mma = self.instruction()
+        adds = False if self.replaces[0] else accumulator.filled[0] != 0
+        mma.set(tcgen05.Field.ACCUMULATE, adds)
+        cute.gemm(mma, accumulator.tensor, first, second, accumulator.tensor)
+        accumulator.filled[0] = Int32(1)
+
+
+@dataclass(frozen=True)
+class TensorProducts(Products):
+    """tcgen05: the first warp of each consumer warpgroup issues; consumer warps are the first of
+    the block.
+
+    Attributes:
+        state: tensor memory; None before `open`.
+    """
+
+    state: Open | None = None
+    block: ClassVar[int] = 64
+
+    def opened(self) -> Open:
+        """Tensor memory after `open`."""
+        assert self.state is not None, "open the products before they are used"
+        return self.state
+
+    def product(
+        self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
+    ) -> TensorProduct:
+        first, second = (OperandMajorMode.K if k else OperandMajorMode.MN for k in along)
+        source = tcgen05.OperandSource.TMEM if registers else tcgen05.OperandSource.SMEM
+        return TensorProduct(self, dtype, (first, second), columns, source)
+
+    # ----------------------------------------------------------------------------------- memory
+
+    def allocate(self, alloc: cutlass.memory.SmemAllocator, warpgroups: int) -> TensorMemory:
+        address = alloc.allocate_array(Int32, 1, byte_alignment=4)
+        return TensorMemory(address, Barriers.allocate(alloc, GROUPS * warpgroups))
+
+    def barriers(self, memory: TensorMemory) -> list[Barriers]:
+        return [memory.done]
+
+    def open(
+        self, memory: TensorMemory, warpgroups: int, registers: int, dependent: bool
+    ) -> TensorProducts:
+        # two columns of 64 rows are one register of 128 threads
+        columns = max(LEAST_COLUMNS, 1 << (2 * registers * warpgroups - 1).bit_length())
+        index, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(index // 32)
+        self._take(memory, columns, warpgroups, warp, dependent)
+        base = cute.arch.retrieve_tmem_ptr(Float32, 16, memory.address)
+        base = base + cute.assume(warp // 4 * (columns // warpgroups), divby=8)
+        ended = filled(1, 0, Int32)
+        return replace(self, state=Open(memory, base, columns, warp, ended))
+
+    @cute.jit
+    def _take(
+        self,
+        memory,
+        columns: cutlass.Constexpr,
+        warpgroups: cutlass.Constexpr,
+        warp,
+        dependent: cutlass.Constexpr,
+    ):
+        """Allocate columns; waits until another block of the multiprocessor gives them back.
+
+        Blocks of the launch before have started, but may not have theirs: without the wait for them
+        both launches would wait for each other.
+        """
+        if warp == 0:
+            if cutlass.const_expr(dependent):
+                wait_for_predecessor()
+            cute.arch.alloc_tmem(columns, memory.address)
+            cute.arch.relinquish_tmem_alloc_permit()
+        Meeting(ALL_BARRIER, 128 * warpgroups).meet()
+
+    @cute.jit
+    def close(self, warpgroups: cutlass.Constexpr):
+        state = self.opened()
+        before_meeting()
+        Meeting(ALL_BARRIER, 128 * warpgroups).meet()
+        after_meeting()
+        if state.warp == 0:
+            first = cute.arch.retrieve_tmem_ptr(Float32, 16, state.memory.address)
+            cute.arch.dealloc_tmem(first, state.columns)
+
+    # ----------------------------------------------------------------------------------- groups
+
+    def begin(self) -> None:
+        before_meeting()
+        Meeting(GROUP_BARRIER + self.opened().warp // 4, 128).meet()
+        after_meeting()
+
+    def issue(self) -> IfOpRegion:
+        issuing = self.opened().warp % 4 == 0
+        return IfOpRegion(scf.IfOp(issuing.ir_value()).then_block)
+
+    @cute.jit
+    def end(self):
+        ended = self.opened().ended
+        if self.opened().warp % 4 == 0:
+            with cute.arch.elect_one():
+                tcgen05.commit(self._done(ended[0]))
+        ended[0] = ended[0] + 1
+
+    def wait(self, left: int) -> None:
+        assert left < GROUPS
+        group = self.opened().ended[0] - (1 + left)
+        # bits, since groups before the first one are negative; those have ended
+        cute.arch.mbarrier_wait(self._done(group), (group >> (GROUPS.bit_length() - 1)) & 1)
+        after_meeting()
+
+    def _done(self, group: Any) -> cute.Pointer:
+        """The barrier of a group of this warpgroup."""
+        state = self.opened()
+        return state.memory.done.pointer + (state.warp // 4 * GROUPS + (group & (GROUPS - 1)))
+
+    # ----------------------------------------------------------------------------- accumulators
+
+    def clear(self, accumulator: Accumulator) -> None:
+        accumulator.filled[0] = Int32(0)
+
+    def registers(self, accumulator: Accumulator) -> cute.Tensor:
+        return fragment(accumulator.columns // 2)
+
+    def fetch(self, accumulator: Accumulator, to: cute.Tensor) -> None:
+        for v, value in enumerate(self._values(accumulator)):
+            to[v] = value
+
+    def total(self, accumulator: Accumulator) -> cute.Tensor:
+        self.clear(accumulator)
+        return filled(accumulator.columns // 2, 0.0)
+
+    def add(self, accumulator: Accumulator, total: cute.Tensor) -> None:
+        for v, value in enumerate(self._values(accumulator)):
+            total[v] = total[v] + value
+        self.clear(accumulator)
+
+    def _values(self, accumulator: Accumulator) -> list[Float32]:
+        place = self.opened().address(accumulator.tensor.iterator)
+        return loaded(place, accumulator.columns)
+
+    def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:
+        return block * self.block + (warp % 4) * 16 + half * 8 + lane // 4
+
+
+@dsl_user_op
+def store(words: list[Any], address: Any, *, loc: Any = None, ip: Any = None) -> None:
+    """Store a thread's words to tensor memory, two for each four columns; waits until they are
+    there."""
+    lines, at = list[str](), 0
+    for first, width in pieces(2 * len(words)):
+        registers = ", ".join(f"${v}" for v in range(at, at + width // 2))
+        name = f"tcgen05.st.sync.aligned.16x128b.x{width // 4}.b32"
+        lines.append(f"{name} [${len(words)} + {first}], {{{registers}}};")
+        at += width // 2
+    lines.append("tcgen05.wait::st.sync.aligned;")
+    llvm.inline_asm(
+        None, [Int32(x).ir_value(loc=loc, ip=ip) for x in (*words, address)], "\n".join(lines),
+        ",".join("r" * (len(words) + 1)), has_side_effects=True, is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@dsl_user_op
+def loaded(address: Any, columns: int, *, loc: Any = None, ip: Any = None) -> list[Float32]:
+    """A thread's values of ``columns`` columns of tensor memory.
+
+    Loads and the wait for them are one statement: between two of them the compiler moves what reads
+    the registers.
+    """
+    count, at, lines = columns // 2, 0, list[str]()
+    for first, width in pieces(columns):
+        registers = ", ".join(f"${v}" for v in range(at, at + width // 2))
+        name = f"tcgen05.ld.sync.aligned.16x256b.x{width // 8}.b32"
+        lines.append(f"{name} {{{registers}}}, [${count} + {first}];")
+        at += width // 2
+    lines.append("tcgen05.wait::ld.sync.aligned;")
+    found = llvm.inline_asm(
+        llvm.StructType.get_literal([T.f32()] * count),
+        [Int32(address).ir_value(loc=loc, ip=ip)], "\n".join(lines), "=f," * count + "r",
+        has_side_effects=True, is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc, ip=ip,
+    )  # fmt: skip
+    values = (llvm.extractvalue(T.f32(), found, [v], loc=loc, ip=ip) for v in range(count))
+    return [Float32(v) for v in values]
+
+
+def pieces(columns: int) -> Iterator[tuple[int, int]]:
+    """First column and number of columns of loads of powers of two.
+
+    >>> list(pieces(104))
+    [(0, 64), (64, 32), (96, 8)]
+    """
+    first = 0
+    while first < columns:
+        count = 1 << ((columns - first).bit_length() - 1)
+        yield first, count
+        first += count
