@@ -18,6 +18,13 @@ from cutesuper.torch.compile.report import GraphReport
 from cutesuper.verify.numeric import acceptable
 
 
+class Between(nn.Module):
+    """A step that no region has, with a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cumsum(x, 0)
+
+
 class GatedMLP(nn.Module):
     """The gated MLP of Llama, with its norm and residual."""
 

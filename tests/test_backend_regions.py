@@ -53,7 +53,7 @@ from cutesuper.torch.compile.report import (  # noqa: E402
     Report,
 )
 from cutesuper.torch.compile.selection import Verdict  # noqa: E402
-from tests.backends import Attention, GatedMLP, Layers, compiled, judge  # noqa: E402
+from tests.backends import Attention, Between, GatedMLP, Layers, compiled, judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
@@ -566,6 +566,8 @@ def decided_again(model: Any, x: Any) -> list[tuple[bool, str]]:
 
 def test_another_process_searches_nothing(gated: Any, searched: list[int]) -> None:
     """What was refused is not searched again, nor is what was taken."""
+    model = torch.nn.Sequential(gated[0], Between(), torch.nn.Linear(16, 16).bfloat16())
+    gated = (model, gated[1])
     first = decided_again(*gated)
     count = len(searched)
     assert count and {taken for taken, _ in first} == {True, False}
@@ -605,13 +607,6 @@ def test_equal_layers_are_not_searched_again(searched: list[int]) -> None:
         decided_again(model, torch.randn(4, 16).bfloat16())
         counts.append(len(searched))
     assert counts[0] == counts[1] > 0
-
-
-class Between(torch.nn.Module):
-    """A step that no region has, with a gradient."""
-
-    def forward(self, x: Any) -> Any:
-        return torch.cumsum(x, 0)
 
 
 @pytest.mark.parametrize("parts", [True, False])

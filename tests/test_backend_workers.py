@@ -23,7 +23,7 @@ from cutesuper.runtime.workers import WorkerLost, Workers  # noqa: E402
 from cutesuper.torch.compile import ahead, records, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.case import Case  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
-from tests.backends import GatedMLP, compiled  # noqa: E402
+from tests.backends import Between, GatedMLP, compiled  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
@@ -56,7 +56,7 @@ def decided(pool: Executor | None) -> tuple[Verdicts, int]:
         for name, module in (("_verdicts", selection), ("_programs", region_operator)):
             patch.setattr(module, name, Kept())
         stack.callback(KernelCache().clear)
-        model = GatedMLP(16, 24).bfloat16()
+        model = torch.nn.Sequential(GatedMLP(16, 24), Between(), torch.nn.Linear(16, 16)).bfloat16()
         call, reports = compiled(model, take="modelled")
         call(torch.randn(4, 16).bfloat16()).float().sum().backward()
     assert all(r.seconds.search >= 0 for g in reports for r in g.regions)

@@ -113,3 +113,8 @@ def test_the_runner_notices_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     assert raised.traceback[-1].lineno + 1 == third.line + 1
     with pytest.raises(ValueError, match="no Python block prints this"):
         page("```text\na\n```\n")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_has_marks_of_a_merge(page: str) -> None:
+    assert not re.search(r"^(<{7}|>{7}) ", (ROOT / page).read_text(), re.MULTILINE)

@@ -63,7 +63,7 @@ def test_logits(
             assert not patch.report().left
             calls.clear()
             ours = logits(model)
-    assert [q[2] for q in calls] == [1, 1, 2, 2]
+    assert [q[2] for q in calls] == [9, 9, 1, 1, 2, 2]  # the prompt, then two steps
     assert len(programs) == 2 and None not in programs.values(), fused.refused
     for a, b, c in zip(ours, exact, theirs, strict=True):
         assert acceptable(a, b, c, dtype), acceptable(a, b, c, dtype).message

@@ -109,7 +109,8 @@ def check_planned(graph: KernelGraph, mu: MuGraph) -> bool:
 def test_planned_workloads(name: str) -> None:
     graph, _ = test_lowering.WORKLOADS[name]
     changed = check_planned(graph, search(graph, H200).candidates[0].mugraph)
-    assert changed == ("norm" in name or "softmax" in name or "mlp" in name)
+    divided = ("norm", "softmax", "mlp", "projections_1x")  # several quotients by one statistic
+    assert changed == any(n in name for n in divided)
 
 
 @pytest.mark.parametrize("name", test_lowering_row_loop.CASES)

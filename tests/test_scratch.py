@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cutesuper as cs
 from cutesuper.errors import FormatError
 from cutesuper.ir.block import MuGraph, TensorSpec
 from cutesuper.ir.dims import Symbol
@@ -34,6 +35,8 @@ from cutesuper.runtime.program import _Reader, export_program, load
 from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.scratch import CHUNK_BYTES, Need, Pool, ScratchMemory
 from cutesuper.skeletons.base import Argument, Scratch
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from tests.fake_runtime import build_fake_runtime, record_launches
 from tests.mugraphs import Block
 
@@ -480,3 +483,14 @@ def test_in_the_graphs_of_torch_compile(summing: Summing) -> None:
     for _ in range(6):
         torch.compiler.cudagraph_mark_step_begin()
         torch.testing.assert_close(step(x).clone(), 2 * x.sum(1, keepdim=True) + 1)
+
+
+def test_what_several_blocks_write_is_not_written_in_place() -> None:
+    """Blocks along the labels of one result repeat the other: a later one would read what an
+    earlier one has stored."""
+    g = cs.new_kernel_graph()
+    for shape in ((64, 32), (16, 24)):
+        g.mark_output(g.exp(g.new_input(shape, "float32")))
+    mugraphs = [c.mugraph for c in cs.mugraphs(g, target="h200").candidates]
+    plans = [[make_plan(s, mu.tensors, H200) for s in mu.steps] for mu in mugraphs]
+    assert {(len(p), bool(p[0].in_place)) for p in plans} == {(1, False), (2, True)}

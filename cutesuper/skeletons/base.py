@@ -22,7 +22,15 @@ from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
 from cutesuper.errors import LoweringError, ScheduleError
-from cutesuper.ir.block import LOAD, NAMES, BlockOp, BlockProgram, KernelStep, TensorSpec
+from cutesuper.ir.block import (
+    LOAD,
+    NAMES,
+    AxisKind,
+    BlockOp,
+    BlockProgram,
+    KernelStep,
+    TensorSpec,
+)
 from cutesuper.ir.definitions import definitions
 from cutesuper.ir.dims import Dim, Symbol, Tiles, extent
 from cutesuper.ir.dtypes import as_dtype
@@ -224,13 +232,15 @@ class Plan(ABC, Generic[Knobs]):
 
 def same_places(plan: Plan[Any], loads: Iterable[View], stores: Iterable[View]) -> list[Any]:
     """Pairs of a load and a store with the same elements at the same places, of tensors of one type
-    that are read and written once."""
+    that are read and written once: by one block, which no label of the grid repeats."""
     loads = list(loads)
+    grid = {a.dim for a in plan.program.of_kind(AxisKind.GRID)}
     once = [v for v in loads if sum(v.argument == w.argument for w in loads) == 1]
     return [
         (load, store)
         for load, store in product(once, stores)
         if type(load) is View
+        and grid <= set(store.labels)
         and replace(store, argument=load.argument) == load
         and plan.arguments[store.argument].dtype == plan.arguments[load.argument].dtype
         and plan.arguments[store.argument].shape == plan.arguments[load.argument].shape

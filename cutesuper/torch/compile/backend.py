@@ -1,10 +1,10 @@
 """``torch.compile(model, backend="cutesuper")``.
 
-How a model is compiled: Dynamo captures graphs, in which losses of linear layers are replaced
-(`heads`), and AOTAutograd turns each into a functional forward and backward graph. In these,
-regions are replaced by calls of their kernels, and Inductor compiles the rest. A model without a
-region that is taken is compiled by Inductor alone; regions that make the whole graph slower are not
-taken.
+How a model is compiled: Dynamo captures graphs, in which losses of linear layers are replaced if
+everything is to be taken (`heads`), and AOTAutograd turns each into a functional forward and
+backward graph. In these, regions are replaced by calls of their kernels, and Inductor compiles the
+rest. A model without a region that is taken is compiled by Inductor alone; regions that make the
+whole graph slower are not taken.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def compile_graph(
         finish: compiles the rest.
     """
     try:
-        take_heads(gm)
+        # 24.1 ms where Inductor's takes 19.8 (4096 x 4096 x 128256, H200), with as much memory
+        if options.take == "all":
+            take_heads(gm)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         _complain(f"no losses were looked for ({type(error).__name__}: {error})")
     inner = partial(_inner, options=options, observe=observe, finish=finish)
