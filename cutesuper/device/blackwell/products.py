@@ -53,7 +53,7 @@ def after_meeting() -> None:
 
 @dataclass(frozen=True)
 class TensorMemory:
-    """What the products of a block have in shared memory.
+    """The shared memory that the products of a block need.
 
     Attributes:
         address: of the columns of tensor memory (Int32).

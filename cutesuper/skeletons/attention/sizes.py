@@ -8,9 +8,11 @@ N.cluster(8) N.loop(8)``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
+from typing import Any, TypeVar
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
@@ -24,8 +26,8 @@ from cutesuper.skeletons.attention.plan import (
 )
 from cutesuper.skeletons.attention.roles import recognized
 from cutesuper.skeletons.attention.schedule import scheduled
-from cutesuper.skeletons.base import Limit
-from cutesuper.skeletons.cost import Setting, Sized
+from cutesuper.skeletons.base import Limit, Plan
+from cutesuper.skeletons.cost import Cost, Setting, Sized
 from cutesuper.targets import Target
 
 #: rows of a block: those of one warpgroup, and of two
@@ -36,6 +38,8 @@ CLUSTERS = (2, 4, 8)
 MOST_WAVES = 2
 #: fewest stages of a loop that is worth a price: with one, nothing is loaded during a product
 MIN_STAGES = 2
+
+P = TypeVar("P", bound=Plan[Any])
 
 
 def attention_sizes(structure: BlockProgram, setting: Setting, pruned: Counter[str]) -> list[Sized]:
@@ -49,23 +53,42 @@ def attention_sizes(structure: BlockProgram, setting: Setting, pruned: Counter[s
     Raises:
         LoweringError: the attention loop cannot run the structure, whatever its sizes.
     """
-    target, step = setting.target, KernelStep("k0", structure)
+    target = setting.target
+    known = recognized(KernelStep("k0", structure), setting)
+    plans = (scheduled(size, target) for size in _candidates(known, target))
+    return priced(
+        structure, plans, partial(_limit, target=target), partial(price, target=target), pruned
+    )
+
+
+def priced(
+    structure: BlockProgram,
+    plans: Iterable[P],
+    limit_of: Callable[[P], Limit | None],
+    price_of: Callable[[P], Cost],
+    pruned: Counter[str],
+) -> list[Sized]:
+    """The sizes of the plans that exceed no limit, with their prices; others are counted. Raises
+    LoweringError if none is left, and one of the limits is the structure's."""
     sized, refused = list[Sized](), list[Limit]()
-    for size in _candidates(recognized(step, setting), target):
-        plan = scheduled(size, target)
-        limit = exceeded(plan, target)
-        if limit is not None:
+    for plan in plans:
+        limit = limit_of(plan)
+        if limit is None:
+            program = replace(structure, axes=plan.program.axes, tile=plan.program.tile)
+            sized.append(Sized(program, price_of(plan)))
+        else:
             pruned[limit.name] += 1
             refused.append(limit)
-        elif plan.stages < MIN_STAGES:
-            pruned["room for one stage only"] += 1
-        else:
-            program = replace(structure, axes=plan.program.axes, tile=plan.program.tile)
-            sized.append(Sized(program, price(plan, target)))
     illegal = [r for r in refused if r.error is LoweringError]
     if illegal and not sized:
-        raise illegal[0].refused(step.name)
+        raise illegal[0].refused("k0")
     return sized
+
+
+def _limit(plan: AttentionPlan, target: Target) -> Limit | None:
+    if (limit := exceeded(plan, target)) is not None or plan.stages >= MIN_STAGES:
+        return limit
+    return Limit("room for one stage only", "nothing would be loaded during a product")
 
 
 def _candidates(known: AttentionPlan, target: Target) -> Iterator[AttentionPlan]:

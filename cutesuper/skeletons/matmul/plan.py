@@ -532,7 +532,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def bulk_bytes(self) -> int:
-        """Those of `stage_bytes` that bulk loads bring."""
+        """Bytes of a stage that bulk loads bring."""
         return self.stage_bytes - sum(t.bytes for t in self.copied_tiles.values())
 
     @property

@@ -104,7 +104,7 @@ def _inner(
 
 
 def _for_trial(inputs: Sequence[Any], rest: Mapping[str, Any], gm: fx.GraphModule) -> Any:
-    """What Inductor makes of a graph, to be timed."""
+    """The code that Inductor makes of a graph, to be timed."""
     return internals.compile_for_trial(gm, inputs, **rest)
 
 

@@ -99,7 +99,7 @@ Marks = Integers | Condition
 
 
 def marks_of(node: Any) -> Marks | None:
-    """What the elements of a tensor say of positions; None if nothing is known."""
+    """The relation of a tensor's elements to positions; None if nothing is known."""
     if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     found = _computed(node) if node.op == "call_function" else None

@@ -52,7 +52,7 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 @dataclass(frozen=True)
 class Source:
-    """What pending logits are computed from.
+    """The tensors and functions that pending logits are computed from.
 
     Attributes:
         x, weight, bias: of the layer, in its type.

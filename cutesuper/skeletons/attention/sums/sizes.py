@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
-from cutesuper.errors import LoweringError
 from cutesuper.ir.block import Axis, BlockProgram, KernelStep
 from cutesuper.ir.dims import Symbol, ceil_div
 from cutesuper.skeletons.attention.plan import ROW_BLOCK
+from cutesuper.skeletons.attention.sizes import priced
 from cutesuper.skeletons.attention.sums.cost import price
 from cutesuper.skeletons.attention.sums.plan import LOOP_TILES, SumsPlan, exceeded
 from cutesuper.skeletons.attention.sums.roles import recognized_sums
-from cutesuper.skeletons.base import Limit
 from cutesuper.skeletons.cost import Setting, Sized
 from cutesuper.targets import Target
 
@@ -32,20 +32,12 @@ def sums_sizes(structure: BlockProgram, setting: Setting, pruned: Counter[str]) 
     Raises:
         LoweringError: the loop cannot run the structure, whatever its sizes.
     """
-    target, step = setting.target, KernelStep("k0", structure)
-    sized, refused = list[Sized](), list[Limit]()
-    for size in _candidates(recognized_sums(step, setting)):
-        plan = scheduled_sums(size, target)
-        limit = exceeded(plan, target)
-        if limit is None:
-            program = replace(structure, axes=plan.program.axes, tile=plan.program.tile)
-            sized.append(Sized(program, price(plan, target)))
-        else:
-            pruned[limit.name] += 1
-            refused.append(limit)
-    if refused and not sized and refused[0].error is LoweringError:
-        raise refused[0].refused(step.name)
-    return sized
+    target = setting.target
+    known = recognized_sums(KernelStep("k0", structure), setting)
+    plans = (scheduled_sums(size, target) for size in _candidates(known))
+    return priced(
+        structure, plans, partial(exceeded, target=target), partial(price, target=target), pruned
+    )
 
 
 def _candidates(known: SumsPlan) -> Iterator[SumsPlan]:

@@ -295,5 +295,5 @@ class Loads:
     sources: list[Any]
 
     def behind(self, first: int) -> Loads:
-        """Those from the ``first`` one on."""
+        """The loads from the ``first`` one on."""
         return Loads(self.atoms[first:], self.slots[first:], self.sources[first:])

@@ -61,7 +61,7 @@ class Producer:
         return atoms + self.tails.row_atoms(tensors)
 
     def column_atoms(self, group: ColumnGroup, tensors: list[cute.Tensor]) -> list[Any]:
-        """Those of a group of column operands."""
+        """The TMA loads of a group of column operands."""
         k, found = self.k, list[Any]()
         views = [v for op, v in group.views.items() if op in self.order]
         if not views:
@@ -74,7 +74,7 @@ class Producer:
         return found
 
     def row_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
-        """Those of the row operands."""
+        """The TMA loads of the row operands."""
         k, height = self.k, self.sharing.rows
         layout = k.row_layout(height, k.chunks if self.chunked else 1)
         if k.plan.turned:
@@ -88,7 +88,7 @@ class Producer:
         return atoms
 
     def vector_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
-        """Those of the vectors."""
+        """The TMA loads of the vectors."""
         k = self.k
         layout = cute.make_layout((k.k,))
         return [

@@ -35,7 +35,7 @@ from cutesuper.torch.ops.attention.score_functions import (
 
 @dataclass(frozen=True)
 class Hidden:
-    """What a block mask hides.
+    """The scores that a block mask hides.
 
     Attributes:
         causal: whether all keys behind a row's own place are hidden.
@@ -52,7 +52,7 @@ _hidden: WeakKeyDictionary[Any, dict[tuple[Any, ...], Hidden]] = WeakKeyDictiona
 
 
 def hidden_by(block_mask: Any, shape: tuple[int, int, int, int], like: torch.Tensor) -> Hidden:
-    """What a block mask hides of scores ``[B, H, L, S]``, of the type and device of ``like``. It is
+    """The part of scores ``[B, H, L, S]`` that a block mask hides, on the device of ``like``. It is
     computed once, and compared with a causal mask, of which kernels load no tile that nobody sees.
 
     Raises:

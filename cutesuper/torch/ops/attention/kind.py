@@ -37,7 +37,7 @@ class Order(Enum):
 
 @dataclass(frozen=True)
 class MaskKind:
-    """What of a mask tensor determines the kernels of a call.
+    """The properties of a mask tensor that determine the kernels of a call.
 
     Attributes:
         dtype: of its elements, as kernels read them.

@@ -44,7 +44,7 @@ ScoreMod = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """What of a call determines its kernel graph, beside the function.
+    """The properties of a call that, with the function, determine its kernel graph.
 
     Attributes:
         batch, heads, group, rows, keys: extents; query heads for each of the heads of keys.
@@ -83,7 +83,7 @@ class Traced:
     scores: tuple[fx.Node, ...]
 
     def values(self, indices: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What PyTorch computes, by name of the node."""
+        """The values that PyTorch computes, by name of the node."""
         inputs, found = iter((torch.empty(0), *indices)), dict[fx.Node, Any]()
         needed = reachable(self.made, lambda n: n.all_input_nodes)
         for node in self.graph.graph.nodes:
@@ -200,7 +200,7 @@ class _Building:
 
     @property
     def slots(self) -> Slots:
-        """Those of the scores, when all dimensions are known."""
+        """The labels of the scores, when all dimensions are known."""
         return tuple(tuple(leaves(d)) or None for d in self.parts)
 
     def program(self) -> Program:
