@@ -26,7 +26,7 @@ BENCH_STAMP := $(VENV)/.ready-bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint ptx-test gpu-test bench golden docs clean
+.PHONY: help setup demo test tests lint style types ptx-test gpu-test bench golden docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,12 +45,20 @@ setup: $(STAMP)  ## only make the virtual environment
 demo: $(STAMP)  ## optimize a first program, verify it, show it (and time it on a GPU)
 	$(BIN)/cutesuper demo $(ARGS)
 
-lint: $(STAMP)  ## ruff (rules and format) and pyright
+lint: style types  ## ruff (rules and format) and pyright
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-test: lint  ## lint, types and all tests that need no GPU
+# pyright has one thread, and tests that wait for something leave it a core
+test: style  ## lint, types and all tests that need no GPU
+	$(MAKE) --no-print-directory --jobs=2 tests types
+
+tests: $(STAMP)
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10 $(ARGS)
 	$(BIN)/python -m pytest --ptx -m ptx -n 2 --durations=10 $(ARGS)
 

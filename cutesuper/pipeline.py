@@ -417,8 +417,10 @@ def compiled(
     steps = compile_plans(choice, options, cache)
     report = variant_report(graph, options, result, choice, steps)
     candidate = choice.candidate
-    notes = tuple(map(kernel_notes, steps))
-    return Variant(candidate.mugraph, steps, report, candidate.kernels, choice.verification, notes)
+    return Variant(
+        candidate.mugraph, steps, report, candidate.kernels, choice.verification,
+        lambda: [kernel_notes(step) for step in steps],
+    )  # fmt: skip
 
 
 def choose(

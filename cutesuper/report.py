@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cutesuper.ir.graph import KernelGraph
@@ -26,8 +27,9 @@ def variant_report(
     result: SearchResult,
     choice: Choice,
     steps: tuple[CompiledStep, ...],
-) -> str:
-    """The full report on one compiled program, section by section."""
+) -> Callable[[], str]:
+    """The full report on one compiled program, section by section, when it is asked for; what
+    comes of the search is written now, so that its other candidates need not be kept."""
     sections = {
         "program": kernel_graph_text(graph),
         "search": stored_text(choice.stored) if choice.stored else search_text(result),
@@ -35,12 +37,16 @@ def variant_report(
         "verification": choice.verification.summary(),
         "cost": cost_text(choice.candidate),
         "alternatives": alternatives_text(result, choice),
-        "plan": "\n\n".join(plan_text(s.name, s.plan) for s in steps),
-        "compiled": "\n".join(figures_text(s) for s in steps),
     }
     head = f"optimized for {options.target.name} ({options.target.arch})"
-    body = [f"== {name} ==\n{text}" for name, text in sections.items()]
-    return "\n\n".join([head, *body])
+    known = [head, *(f"== {name} ==\n{text}" for name, text in sections.items())]
+
+    def report() -> str:
+        plan = "\n\n".join(plan_text(s.name, s.plan) for s in steps)
+        figures = "\n".join(figures_text(s) for s in steps)
+        return "\n\n".join([*known, f"== plan ==\n{plan}", f"== compiled ==\n{figures}"])
+
+    return report
 
 
 def stored_text(entry: Entry) -> str:

@@ -61,5 +61,5 @@ case $torch in
 esac
 echo "setup: $venv with torch from: $torch ${found%% *}"
 
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
     --constraint "$constraints" --editable "$here$extras"

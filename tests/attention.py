@@ -156,7 +156,7 @@ class Attention:
         mu, target = self.mugraph(), current_target()
         plan = make_plan(mu.steps[0], mu.tensors, target, dependent_launch=dependent)
         artifact = compile_kernel(request_of(plan, target.arch))
-        variant = Variant(mu, (CompiledStep(plan, artifact),), "")
+        variant = Variant(mu, (CompiledStep(plan, artifact),))
         return Kernel(self.graph(), target, lambda hints: variant)
 
 

@@ -33,7 +33,7 @@ def unsearched(monkeypatch: Any, keep: bool = True) -> None:
         return None, SimpleNamespace(candidate=SimpleNamespace(cost_us=cost))
 
     def compiled(graph: KernelGraph, *_: Any) -> Variant:
-        return Variant(SimpleNamespace(inputs=(), outputs=()), (), "")  # type: ignore[arg-type]
+        return Variant(SimpleNamespace(inputs=(), outputs=()), ())  # type: ignore[arg-type]
 
     monkeypatch.setattr(pipeline, "find", find)
     monkeypatch.setattr(pipeline, "compiled", compiled)

@@ -68,7 +68,7 @@ def row_kernel(
     """A program, planned and compiled; symbols keep the hint that they have."""
     graph, mu = case
     plan = make_plan(mu.steps[0], mu.tensors, H200, schedule, dependent)
-    variant = Variant(mu, (CompiledStep(plan, compile_kernel(request_of(plan))),), "")
+    variant = Variant(mu, (CompiledStep(plan, compile_kernel(request_of(plan))),))
     return Kernel(graph, H200, lambda hints: variant)
 
 

@@ -29,7 +29,7 @@ def one_kernel(graph: KernelGraph, dependent: bool, **knobs: Any) -> Kernel:
     schedule = replace(plan.schedule, **knobs)
     plan = make_plan(mu.steps[0], mu.tensors, H200, schedule)
     assert isinstance(plan, MatmulPlan) and plan.beside
-    variant = Variant(mu, (CompiledStep(plan, compiled(plan)),), "")
+    variant = Variant(mu, (CompiledStep(plan, compiled(plan)),))
     return Kernel(graph, H200, lambda hints: variant)
 
 

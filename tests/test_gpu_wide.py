@@ -49,7 +49,7 @@ def wide_kernel(linear: Linear, **knobs: Any) -> Kernel:
     plan = make_plan(step, tensors, target, replace(plan.schedule, **knobs))  # type: ignore[type-var]
     names = tuple(graph.nodes[i].name for i in graph.inputs)
     mu = MuGraph(tensors, names, ("Z",), (step,))
-    variant = Variant(mu, (CompiledStep(plan, compiled(plan, target.arch)),), "")
+    variant = Variant(mu, (CompiledStep(plan, compiled(plan, target.arch)),))
     return Kernel(graph, target, lambda hints: variant)
 
 

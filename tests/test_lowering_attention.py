@@ -166,7 +166,7 @@ def test_an_export_brings_its_own_scratch(tmp_path: Path) -> None:
     mu = attention.mugraph()
     plan = plan_of(attention)
     step = CompiledStep(plan, compiled(plan))
-    variant = Variant(mu, (step,), "", notes=(kernel_notes(step),))
+    variant = Variant(mu, (step,), notes=lambda: [kernel_notes(step)])
     kernel = Kernel(attention.graph(), H200, lambda hints: variant)
     kernel.draw(tmp_path / "page.html")
     assert "the last one to arrive adds" in (tmp_path / "page.html").read_text()

@@ -84,7 +84,7 @@ def compiled(mu: MuGraph, cache: KernelCache, dependent_launch: bool = False) ->
             plan.key, "sm_90a", step.name, functools.partial(build, plan), written
         )
         steps.append(CompiledStep(plan, compile_kernel(request, cache)))
-    return Variant(mu, tuple(steps), "how it was found")
+    return Variant(mu, tuple(steps), lambda: "how it was found")
 
 
 @pytest.fixture(scope="module")

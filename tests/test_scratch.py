@@ -279,7 +279,7 @@ def compiled(m: int | Symbol, cache: KernelCache) -> Variant:
         f"halves {m}", "sm_90a", "halves", functools.partial(halves, m), outputs=(1,)
     )
     step = CompiledStep(planned(m), compile_kernel(request, cache))  # type: ignore[arg-type]
-    return Variant(row_sums(m)[1], (step,), "by hand")
+    return Variant(row_sums(m)[1], (step,))
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +310,7 @@ def test_kernels_get_scratch_after_their_tensors(cuda: Cuda) -> None:
     given: list[tuple[Any, ...]] = []
     artifact = SimpleNamespace(load=lambda: lambda *args: given.append(args))
     step = CompiledStep(planned(m), artifact)  # type: ignore[arg-type]
-    variant = Variant(row_sums(m)[1], (step, step), "")
+    variant = Variant(row_sums(m)[1], (step, step))
     assert variant.wiring == ((0, 1, 2, 3), (0, 1, 4, 5))
     x, y = torch.zeros(5, K), torch.zeros(5, 1)
     variant.launches.launch([x, y])

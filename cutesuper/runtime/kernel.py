@@ -74,7 +74,8 @@ class Variant:
     Attributes:
         mugraph: the program.
         steps: its kernels in order.
-        report: how it was found, verified and priced; printed by `Kernel.explain`.
+        describe: how it was found, verified, priced and compiled. Made when it is asked for: to
+            disassemble a kernel takes a third of the time that compiling it takes.
         costs: predicted, one for each kernel; empty if no cost model was used.
         verification: that the program computes the graph; None if that was not checked.
         notes: the plan and the figures of every kernel in words.
@@ -82,10 +83,15 @@ class Variant:
 
     mugraph: MuGraph
     steps: tuple[CompiledStep, ...]
-    report: str
+    describe: Callable[[], str] = str
     costs: tuple[Cost, ...] = ()
     verification: Verification | None = None
-    notes: tuple[str, ...] = ()
+    notes: Callable[[], Sequence[str]] = tuple[str, ...]
+
+    @cached_property
+    def report(self) -> str:
+        """The text of `describe`."""
+        return self.describe()
 
     @cached_property
     def wiring(self) -> tuple[tuple[int, ...], ...]:
@@ -375,7 +381,7 @@ class Kernel(Program):
             variant, target = self._main, f"{self.target.name} ({self.target.arch})"
             verified = variant.verification
             said = (verified.summary(), verified.bound_log2) if verified else ("", None)
-            facts = Facts(self.graph, target, variant.costs, *said, variant.notes)
+            facts = Facts(self.graph, target, variant.costs, *said, variant.notes())
             text = mugraph_page(variant.mugraph, facts)
         else:
             text = mugraph_svg(self.mugraph)

@@ -48,7 +48,7 @@ class Program:
             CompiledStep(plan, compile_kernel(request, cache))
             for plan, request in zip(self.plans, self.requests, strict=True)
         )
-        return Variant(self.mugraph, steps, "")
+        return Variant(self.mugraph, steps)
 
 
 @dataclass
