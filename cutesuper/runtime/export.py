@@ -13,7 +13,8 @@ cudart (about 1 MB), and exports four symbols with the C interface::
 ``kernel`` is an index into the ``kernels`` of the metadata. ``arguments`` are addresses, the last
 one that of the stream; each points to a scalar, or to
 ``{pointer; dynamic extents; dynamic strides}`` in the layout that ``arguments[i].layout`` in the
-metadata gives. The metadata of whole programs is described in `cutesuper.runtime.program`.
+metadata gives. The metadata of whole programs is described in `cutesuper.runtime.program`, and
+functions that run a whole program from C in `cutesuper.runtime.c_interface`.
 
 Both functions return 0, or an error of the CUDA runtime (``cudaError_t``). These errors are found
 before the GPU is used:
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import CompileError
 from cutesuper.ir.arguments import as_path
+from cutesuper.runtime.c_interface import Interface
 from cutesuper.runtime.cache import OBJECT, CacheEntry
 from cutesuper.runtime.library import ABI_VERSION, MAX_COUNT, sealed
 from cutesuper.runtime.private import replace_file, temporary_folder
@@ -157,11 +159,14 @@ _FIELD = """typedef struct {
     unsigned char width, is_pointer, is_empty;
 } field;
 """
-_EXPORTS = "{ global: cutesuper_*; local: *; };\n"
+_EXPORTS = "{{ global: cutesuper_*; {}local: *; }};\n"
 
 
 def export_library(
-    artifacts: Sequence[Artifact], program: Mapping[str, Any], path: str | os.PathLike[str]
+    artifacts: Sequence[Artifact],
+    program: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    interface: Interface | None = None,
 ) -> None:
     """Link kernels into a shared library at ``path`` (replaced atomically).
 
@@ -169,6 +174,7 @@ def export_library(
         artifacts: one or more kernels for one architecture.
         program: a JSON object to store with them: how they make up a program.
         path: the file to write.
+        interface: functions that run the program.
 
     Raises:
         FormatError: when ``path`` is not the name of a file.
@@ -183,7 +189,7 @@ def export_library(
     target = Path(as_path("export", path))
     seal = hashlib.sha256(text.encode()).hexdigest()  # place of the checksum: any such text
     with temporary_folder() as folder:
-        built = _link(folder, name, entries, f"{text}\0{seal}")
+        built = _link(folder, name, entries, f"{text}\0{seal}", interface)
         try:
             # A new file under the old name: a process that has the old one loaded keeps it.
             replace_file(target, sealed(built.read_bytes(), seal.encode()))
@@ -220,16 +226,26 @@ def _metadata_text(
         raise CompileError(f"exporting {name}: the program is not JSON: {error}") from error
 
 
-def _link(folder: Path, name: str, entries: Sequence[CacheEntry], metadata: str) -> Path:
+def _link(
+    folder: Path,
+    name: str,
+    entries: Sequence[CacheEntry],
+    metadata: str,
+    interface: Interface | None,
+) -> Path:
     objects = [folder / f"kernel{index}.o" for index in range(len(entries))]
     for path, entry in zip(objects, entries, strict=True):
         path.write_bytes(entry.files[OBJECT])
     (folder / "shim.c").write_text(_SHIM)
     (folder / "names.h").write_text(_names(entries, metadata))
-    (folder / "exports.map").write_text(_EXPORTS)
+    (folder / "exports.map").write_text(
+        _EXPORTS.format(f"{interface.name}_*; " if interface else "")
+    )
+    (folder / "run.c").write_text(interface.source if interface else "")
     built = folder / "kernels.so"
     command = [require_c_compiler(), "-shared", "-fPIC", "-O2", "-s", "-o", str(built)]
-    command += ["-include", str(folder / "names.h"), str(folder / "shim.c"), *map(str, objects)]
+    command += ["-include", str(folder / "names.h"), str(folder / "shim.c"), str(folder / "run.c")]
+    command += [str(path) for path in objects]
     command += [str(require_dialect_archive(int(entries[0].meta["cuda_major"])))]
     command += [str(require_cudart_static())]
     command += ["-ldl", "-lpthread", "-lrt", "-lm", "-Wl,--no-undefined", "-Wl,--gc-sections"]

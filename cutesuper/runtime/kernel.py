@@ -135,7 +135,7 @@ class Variant:
         calls = [(f, picker(places)) for f, places in zip(self.functions, self.wiring, strict=True)]
         if len(calls) != 1 or self.scratch:
             launch = partial(self._launch, calls)
-            return Launches(self.intermediates, launch, self._homes, self._in_place)
+            return Launches(self.intermediates, launch, self.homes, self._in_place)
         # most programs: the steps left out here take 0.6 us, half as long as the call of the kernel
         [(function, take)] = calls
 
@@ -157,7 +157,7 @@ class Variant:
         return found
 
     @property
-    def _homes(self) -> dict[int, int]:
+    def homes(self) -> dict[int, int]:
         """See `Launches.homes`."""
         first = len(self.names) - len(self.intermediates)
         sizes: dict[int, object] = {}
@@ -390,20 +390,27 @@ class Kernel(Program):
         except OSError as error:
             raise FormatError(f"draw: cannot write {file}: {error.strerror or error}") from error
 
-    def export(self, path: str | os.PathLike[str]) -> None:
+    def export(
+        self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None
+    ) -> None:
         """Write a self-contained shared library that `cutesuper.load` reads back.
 
         It needs neither CuTe DSL nor a compiler to run. With symbolic extents it holds the variant
         for the symbols' hints, which computes every batch size.
 
+        Args:
+            path: of the library.
+            header: of a file to write for programs in C and C++: the library then has functions
+                called after it, ``x_run`` and others for ``x.h``, that run everything.
+
         Raises:
-            FormatError: ``path`` is not the name of a file.
+            FormatError: ``path`` is not the name of a file, or ``header`` no name in C.
             CompileError: no C compiler or no static CUDA runtime to link with, or the file cannot
                 be written.
         """
         from cutesuper.runtime.program import export_program
 
-        export_program(self.graph, self._main, path)
+        export_program(self.graph, self._main, path, header)
 
     def __repr__(self) -> str:
         names = ", ".join(s.name for s in self.kernels)

@@ -22,9 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
-from cutesuper.errors import CutesuperError, FormatError, OperatorError, ShapeError
+from cutesuper.errors import CompileError, CutesuperError, FormatError, OperatorError, ShapeError
 from cutesuper.ir import serial
 from cutesuper.ir.arguments import as_path
 from cutesuper.ir.definitions import added, definition, names_of
@@ -33,10 +34,12 @@ from cutesuper.ir.dtypes import ALL
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.arguments import RawTensor
+from cutesuper.runtime.c_interface import Wiring, c_interface, name_of
 from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.checks import ALIGNMENT
 from cutesuper.runtime.export import export_library
 from cutesuper.runtime.library import CompactLaunch, ExportedLibrary, fits_compact, read_metadata
+from cutesuper.runtime.private import replace_file
 from cutesuper.runtime.scratch import Need, ScratchMemory, places_of
 
 if TYPE_CHECKING:
@@ -47,35 +50,94 @@ if TYPE_CHECKING:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def export_program(graph: KernelGraph, variant: Variant, path: str | os.PathLike[str]) -> None:
+def export_program(
+    graph: KernelGraph,
+    variant: Variant,
+    path: str | os.PathLike[str],
+    header: str | os.PathLike[str] | None = None,
+) -> None:
     """Write all kernels of a program, and the metadata for `load`, to ``path``.
 
+    Args:
+        graph: the definition.
+        variant: the program.
+        path: of the library.
+        header: of a file to write, which declares functions of C (`runtime.c_interface`).
+
     Raises:
+        FormatError: ``header`` has no name that functions can be called after.
         CompileError: no C compiler or no static CUDA runtime to link with, or ``path`` cannot be
             written.
     """
-    artifacts: dict[str, Artifact] = {s.artifact.digest: s.artifact for s in variant.steps}
-    kernels = list(artifacts)  # a kernel that is launched twice is stored once
-    steps = [
-        {"kernel": kernels.index(step.artifact.digest), "places": list(places)}
-        for step, places in zip(variant.steps, variant.wiring, strict=True)
-    ]
-    border = _border(graph)
-    tensors = variant.mugraph.tensors
-    middle = variant.names[len(border["inputs"]) + len(border["outputs"]) :]
+    artifacts: dict[str, Artifact] = {}
+    wiring = wired(graph, variant, artifacts)
     program = {
         "graph": serial.to_dict(graph),
-        **border,
-        "intermediates": [_tensor(n, tensors[n].shape, tensors[n].dtype.name) for n in middle],
-        "scratch": [
-            {"name": f"scratch{n}", "shape": _tiles(s.shape), "dtype": s.dtype, "zeroed": s.zeroed}
-            for n, s in enumerate(variant.scratch)
-        ],
-        "steps": steps,
         "report": variant.report,
         "operators": {name: definition(TABLE[name]) for name in added(names_of(graph))},
     }
-    export_library(list(artifacts.values()), program, path)
+    write_program(wiring, list(artifacts.values()), program, path, header)
+
+
+def write_program(
+    wiring: Wiring,
+    artifacts: Sequence[Artifact],
+    program: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    header: str | os.PathLike[str] | None,
+) -> None:
+    """Write kernels and their wiring to a library, and the header to call it from C.
+
+    Args:
+        wiring: of the program; its steps count through ``artifacts``.
+        artifacts: the kernels.
+        program: the rest of the metadata.
+        path: as for `export_program`.
+        header: as for `export_program`.
+
+    Raises:
+        FormatError, CompileError: as `export_program`.
+    """
+    steps = [{"kernel": kernel, "places": list(places)} for kernel, places in wiring.steps]
+    told = {"inputs": wiring.inputs, "outputs": wiring.outputs, "intermediates": wiring.between,
+            "scratch": wiring.scratch, "steps": steps, **program}  # fmt: skip
+    if header is None:
+        return export_library(artifacts, told, path)
+    file = Path(as_path("export", header))
+    kernels = [
+        {"arguments": a.plain().meta["arguments"], "outputs": list(a.request.outputs)}
+        for a in artifacts
+    ]
+    interface = c_interface(name_of(file), wiring, kernels)
+    export_library(artifacts, told, path, interface)
+    try:
+        replace_file(file, interface.header.encode())
+    except OSError as error:
+        raise CompileError(f"export: cannot write {file}: {error.strerror or error}") from error
+
+
+def wired(graph: KernelGraph, variant: Variant, artifacts: dict[str, Artifact]) -> Wiring:
+    """The wiring of a program; its kernels are added to ``artifacts``, by digest: one that is
+    launched twice is stored once."""
+    artifacts.update((s.artifact.digest, s.artifact) for s in variant.steps)
+    kernels = list(artifacts)
+    border = _border(graph)
+    first = len(border["inputs"]) + len(border["outputs"])
+    between = [variant.mugraph.tensors[n] for n in variant.names[first:]]
+    return Wiring(
+        **border,
+        between=[_tensor(t.name, t.shape, t.dtype.name) for t in between],
+        scratch=[
+            {"name": f"scratch{n}", "shape": _tiles(s.shape), "dtype": s.dtype, "zeroed": s.zeroed}
+            for n, s in enumerate(variant.scratch)
+        ],
+        steps=[
+            (kernels.index(step.artifact.digest), places)
+            for step, places in zip(variant.steps, variant.wiring, strict=True)
+        ],
+        homes={first + n: first + home for n, home in variant.homes.items()},
+        continued={len(border["inputs"]) + n: k for n, k in graph.continued.items()},
+    )
 
 
 def _border(graph: KernelGraph) -> dict[str, list[dict[str, Any]]]:
@@ -182,6 +244,10 @@ class _Reader:
         return value if isinstance(value, list) else self._refuse(f"it has no list of {key}")
 
     def _graph(self) -> KernelGraph:
+        if self.program.get("graph", "") is None:
+            raise FormatError(
+                f"{self.what}: it is a traced program, exported for C: call it as its header says"
+            )
         try:
             graph = serial.from_dict(self.program.get("graph"))
         except (CutesuperError, RecursionError) as error:
