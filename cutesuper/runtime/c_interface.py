@@ -29,7 +29,7 @@ from cutesuper.runtime.checks import ALIGNMENT, MAX_ELEMENTS
 #: boundary of tensors in the workspace, in bytes: what cudaMalloc gives, and a whole line of L2
 WORKSPACE_ALIGNMENT = 256
 
-#: an extent: a number, a symbol by name, or ``[symbol, tile]``: its number of tiles
+#: a number; a symbol by name, or a product, ``"8*M"``; or ``[extent, tile]``: a number of tiles
 Extent = int | str | list[Any]
 
 
@@ -49,6 +49,21 @@ class Interface:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One launch.
+
+    Attributes:
+        kernel: by index.
+        places: of its arguments.
+        shapes: in which it sees them; the program's tensors may have others of the same size.
+    """
+
+    kernel: int
+    places: Sequence[int]
+    shapes: Sequence[Sequence[Extent]]
+
+
+@dataclass(frozen=True)
 class Wiring:
     """A program as tensors and launches.
 
@@ -56,7 +71,7 @@ class Wiring:
         inputs, outputs, between: tensors ``{"name", "shape", "dtype"}``; their places count through
             all three lists.
         scratch: memory of single launches, in the places after these, with ``"zeroed"``.
-        steps: for every launch the kernel, and the places of its arguments.
+        steps: the launches in order.
         homes: for tensors between kernels that lie in the memory of an earlier one, that one.
         continued: for outputs that rows are put into, by place, the input that they begin as.
     """
@@ -65,7 +80,7 @@ class Wiring:
     outputs: Sequence[Mapping[str, Any]]
     between: Sequence[Mapping[str, Any]]
     scratch: Sequence[Mapping[str, Any]]
-    steps: Sequence[tuple[int, Sequence[int]]]
+    steps: Sequence[Step]
     homes: Mapping[int, int]
     continued: Mapping[int, int]
 
@@ -82,7 +97,8 @@ class Wiring:
     @property
     def symbols(self) -> list[str]:
         """The extents that a call gives, in the order in which the inputs have them."""
-        return list(dict.fromkeys(e for t in self.inputs for e in t["shape"] if isinstance(e, str)))
+        opened = (e for t in self.inputs for e in t["shape"] if isinstance(e, str))
+        return list(dict.fromkeys(f for e in opened for f in e.split("*") if not f.isdecimal()))
 
 
 def name_of(header: Path) -> str:
@@ -130,8 +146,11 @@ class _Writer:
         """An extent as an expression."""
         if isinstance(e, int):
             return str(e)
-        symbol, tile = e if isinstance(e, list) else (e, 1)
-        value = f"s[{self.symbols.index(symbol)}]"
+        whole, tile = e if isinstance(e, list) else (e, 1)
+        value = ""
+        for f in whole.split("*"):
+            factor = f if f.isdecimal() else f"s[{self.symbols.index(f)}]"
+            value = f"times({value}, {factor})" if value else factor
         return value if tile == 1 else f"(({value} + {tile - 1}) / {tile})"
 
     def product(self, shape: Sequence[Extent]) -> str:
@@ -214,10 +233,10 @@ class _Writer:
             yield f"    status = cudaMemcpyAsync({where}, 3, stream);"  # 3: device to device
 
     def _step(self, n: int) -> str:
-        index, places = self.wiring.steps[n]
-        kernel = self.kernels[index]
+        step = self.wiring.steps[n]
+        kernel = self.kernels[step.kernel]
         arguments = kernel["arguments"]["arguments"]
-        written = [self.elements(places[i]) for i in kernel["outputs"]]
+        written = [self.elements(step.places[i]) for i in kernel["outputs"]]
         lines = [f"static int step{n}(char *const *t, const int64_t *s, void *stream)", "{"]
         for i, argument in enumerate(arguments):
             lines.append(f"    {_ARGUMENT} a{i}[{argument['layout']['size']}] = {{ 0 }};")
@@ -225,18 +244,19 @@ class _Writer:
         lines.append(f"    void *all[] = {{ {names}, &stream }};")
         if written:
             lines.append(f"    if (!({' || '.join(written)})) return 0;")
-        for i, (place, argument) in enumerate(zip(places, arguments, strict=True)):
-            lines += self._packed(i, place, argument)
-        lines += [f"    return cutesuper_launch({index}, all, {len(arguments) + 1});", "}"]
+        for i, argument in enumerate(arguments):
+            lines += self._packed(i, step.places[i], step.shapes[i], argument)
+        lines += [f"    return cutesuper_launch({step.kernel}, all, {len(arguments) + 1});", "}"]
         return "\n".join(lines) + "\n"
 
-    def _packed(self, i: int, place: int, argument: Mapping[str, Any]) -> Iterator[str]:
+    def _packed(
+        self, i: int, place: int, seen: Sequence[Extent], argument: Mapping[str, Any]
+    ) -> Iterator[str]:
         """The statements that write one argument: pointer, open extents, open strides."""
-        shape = list(self.tensors[place]["shape"]) or [1]
         if place >= self.given + len(self.wiring.between):
-            shape = [self.product(shape)]  # scratch memory has one dimension
+            shape = [self.product(seen)]  # scratch memory has one dimension
         else:
-            shape = [self.extent(e) for e in shape]
+            shape = [self.extent(e) for e in seen or [1]]
         strides = [" * ".join(f"({e})" for e in shape[a + 1 :]) or "1" for a in range(len(shape))]
         numbers = zip((*shape, *strides), (*argument["shape"], *argument["stride"]), strict=True)
         opened = [e for e, known in numbers if isinstance(known, str)]

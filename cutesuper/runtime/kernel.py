@@ -329,6 +329,11 @@ class Kernel(Program):
     # ---------------------------------------------------------------------------------- looking
 
     @property
+    def variant(self) -> Variant:
+        """The program for the symbols' hints, with its kernels."""
+        return self._main
+
+    @property
     def mugraph(self) -> MuGraph:
         """The program that was chosen (for the symbols' hints)."""
         return self._main.mugraph

@@ -34,7 +34,7 @@ from cutesuper.ir.dtypes import ALL
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.arguments import RawTensor
-from cutesuper.runtime.c_interface import Wiring, c_interface, name_of
+from cutesuper.runtime.c_interface import Step, Wiring, c_interface, name_of
 from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.checks import ALIGNMENT
 from cutesuper.runtime.export import export_library
@@ -98,7 +98,7 @@ def write_program(
     Raises:
         FormatError, CompileError: as `export_program`.
     """
-    steps = [{"kernel": kernel, "places": list(places)} for kernel, places in wiring.steps]
+    steps = [{"kernel": s.kernel, "places": list(s.places)} for s in wiring.steps]
     told = {"inputs": wiring.inputs, "outputs": wiring.outputs, "intermediates": wiring.between,
             "scratch": wiring.scratch, "steps": steps, **program}  # fmt: skip
     if header is None:
@@ -123,16 +123,19 @@ def wired(graph: KernelGraph, variant: Variant, artifacts: dict[str, Artifact]) 
     kernels = list(artifacts)
     border = _border(graph)
     first = len(border["inputs"]) + len(border["outputs"])
-    between = [variant.mugraph.tensors[n] for n in variant.names[first:]]
+    specs = [variant.mugraph.tensors[n] for n in variant.names[first:]]
+    between = [_tensor(t.name, t.shape, t.dtype.name) for t in specs]
+    scratch = [
+        {"name": f"scratch{n}", "shape": _tiles(s.shape), "dtype": s.dtype, "zeroed": s.zeroed}
+        for n, s in enumerate(variant.scratch)
+    ]
+    shapes = [t["shape"] for t in (*border["inputs"], *border["outputs"], *between, *scratch)]
     return Wiring(
         **border,
-        between=[_tensor(t.name, t.shape, t.dtype.name) for t in between],
-        scratch=[
-            {"name": f"scratch{n}", "shape": _tiles(s.shape), "dtype": s.dtype, "zeroed": s.zeroed}
-            for n, s in enumerate(variant.scratch)
-        ],
+        between=between,
+        scratch=scratch,
         steps=[
-            (kernels.index(step.artifact.digest), places)
+            Step(kernels.index(step.artifact.digest), places, [shapes[p] for p in places])
             for step, places in zip(variant.steps, variant.wiring, strict=True)
         ],
         homes={first + n: first + home for n, home in variant.homes.items()},

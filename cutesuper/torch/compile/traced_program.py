@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -185,6 +186,30 @@ class TracedProgram:
         if self.outside:
             parts.append("PyTorch computes\n" + "\n".join(f"  {line}" for line in self.outside))
         return "\n\n".join(parts)
+
+    def export(self, path: str | os.PathLike[str], *, header: str | os.PathLike[str]) -> None:
+        """Write the program that ran last as a shared library for C and C++, all kernels and the
+        tensors between them inside; see `Kernel.export`.
+
+        Its tensors are the arguments, then those that the function reads (parameters), then the
+        results.
+
+        Args:
+            path: of the library.
+            header: of a file to write; for ``x.h`` the functions are ``x_run`` and others.
+
+        Raises:
+            TraceError: PyTorch computes a part of it; says which.
+            FormatError: ``path`` is not the name of a file, or ``header`` no name in C.
+            CompileError: no C compiler or no static CUDA runtime to link with, or a file cannot be
+                written.
+        """
+        from cutesuper.torch.compile.trace_export import export_trace, names_of
+
+        trace, tensors = self._latest, self._latest.read(self._now[0].tensors)
+        names = names_of(self._fn, tensors)
+        read = {f"read_{i}": pair for i, pair in enumerate(zip(names, tensors, strict=True), 1)}
+        export_trace(self._name, trace.module, read, self.explain(), (path, header))
 
     # ------------------------------------------------------------------------------------- calling
 
