@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import shutil
 import subprocess
 import textwrap
@@ -17,7 +18,8 @@ from cutesuper.errors import FormatError
 from cutesuper.ir.graph import symbol
 from cutesuper.runtime import toolchain
 from cutesuper.runtime.c_interface import Wiring, c_interface, name_of
-from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.cache import PTX, KernelCache
+from cutesuper.runtime.library import read_metadata
 from cutesuper.runtime.program import export_program, load
 from tests.fake_runtime import Launch, build_fake_runtime, record_launches
 
@@ -143,6 +145,134 @@ def test_the_header_names_the_functions(tmp_path: Path) -> None:
     for name in ("model", "2.h", "mein modell.h", "größe.h", "x.c"):
         with pytest.raises(FormatError, match=r"must be a name in C and end in \.h"):
             name_of(Path(name))
+
+
+# -------------------------------------------------------------------------------------- the example
+
+#: stands for CUDA's toolkit where CMake looks for it
+TOOLKIT = """
+add_library(CUDA::cudart SHARED IMPORTED)
+set_target_properties(CUDA::cudart PROPERTIES IMPORTED_LOCATION "{folder}/libcudart.so"
+    INTERFACE_INCLUDE_DIRECTORIES "{folder}")
+set(CUDAToolkit_FOUND TRUE)
+"""
+CUDA_HEADER = """
+#include <stddef.h>
+extern "C" {
+typedef struct CUstream_st *cudaStream_t;
+enum { cudaMemcpyHostToDevice = 1 };
+int cudaMalloc(void **, size_t), cudaFree(void *), cudaMemcpy(void *, const void *, size_t, int);
+int cudaStreamCreate(cudaStream_t *), cudaStreamSynchronize(cudaStream_t);
+int cudaStreamDestroy(cudaStream_t);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+def test_the_example_in_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exported, built by CMake against a CUDA that launches nothing, and run."""
+    import runpy
+
+    fake = build_fake_runtime().cudart_static
+    out = tmp_path / "out"
+    with fake_runtime():
+        arguments = ["export.py", str(out), "--target", "h200", "--width", "64"]
+        monkeypatch.setattr("sys.argv", arguments)
+        runpy.run_path(str(EXAMPLE / "export.py"), run_name="__main__")
+    (tmp_path / "FindCUDAToolkit.cmake").write_text(TOOLKIT.format(folder=tmp_path))
+    (tmp_path / "cuda_runtime_api.h").write_text(CUDA_HEADER)
+    whole = ["-Wl,--whole-archive", str(fake), "-Wl,--no-whole-archive"]
+    _run("gcc", "-shared", "-Wl,-soname,libcudart.so", "-o", str(tmp_path / "libcudart.so"), *whole)
+    _run("cmake", "-S", str(EXAMPLE), "-B", str(out), f"-DCMAKE_MODULE_PATH={tmp_path}")
+    _run("cmake", "--build", str(out))
+    monkeypatch.setenv("FAKE_CUDA_LOG", str(tmp_path / "launches"))
+    said = _run(str(out / "main"), str(out / "parameters.bin"), "64", "40")
+    assert said.startswith("ran 40 rows with a workspace of ")
+    launches = (tmp_path / "launches").read_text().splitlines()
+    assert len(launches) == len(load_steps(out / "mlp.so")) > 0
+    failed = subprocess.run([out / "main", out / "parameters.bin", "64", "-1"],
+                            capture_output=True, text=True, check=False)  # fmt: skip
+    assert failed.returncode == 1 and "is negative or has more than 31 bits" in failed.stderr
+    with pytest.raises(FormatError, match="exported for C: call it as its header says"):
+        load(out / "mlp.so")
+
+
+def load_steps(path: Path) -> list[Any]:
+    return read_metadata(path)["program"]["steps"]
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# -------------------------------------------------------------------------------------- its numbers
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+def test_numbers_of_a_traced_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two regions with views between, and tensors between kernels, called from C."""
+    import torch
+
+    import cutesuper as cs
+
+    norm, w, v = (torch.randn(*s, device="cuda").half() for s in ((64,), (128, 64), (64, 128)))
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = torch.nn.functional.rms_norm(x, (64,), norm, 1e-6)
+        z = x + torch.nn.functional.gelu(h @ w.t()) @ v.t()
+        return z.sum(1), (z.reshape(-1, 8, 8) * 2).amax(-1)
+
+    x = torch.randn(40, 64, device="cuda").half()
+    tokens = torch.export.Dim("tokens", min=1, max=4096)
+    program = cs.superoptimize(fn, (x,), dynamic_shapes=({0: tokens},))
+    steps = [s for region in program.regions for s in region.kernel.kernels]
+    path = tmp_path / "fn.so"
+    machine = x.device.type == "cpu"
+    with fake_runtime() if machine else contextlib.nullcontext():
+        program.export(path, header=tmp_path / "fn.h")
+    out = [torch.full(s, torch.nan, device="cuda").half() for s in ((40,), (40, 8))]
+    tensors = [x, norm, w, v, *out]
+    library, sizes = ctypes.CDLL(str(path)), (ctypes.c_int64 * 1)(40)
+    library.fn_workspace_bytes.restype = ctypes.c_int64
+    space = torch.full((library.fn_workspace_bytes(sizes) + 256,), 255, device="cuda").byte()
+    space = space[-space.data_ptr() % 256 :]
+    given = (ctypes.c_void_p * 6)(*[t.data_ptr() for t in tensors])
+    if machine:
+        handler = on_machine(steps, [*tensors, space])
+        address = ctypes.cast(handler, ctypes.c_void_p).value
+        monkeypatch.setenv("FAKE_CUDA_HANDLER", str(address))
+    assert library.fn_run(given, sizes, ctypes.c_void_p(space.data_ptr()), None) == 0
+    if not machine:
+        torch.cuda.synchronize()
+    for ours, theirs in zip(out, program(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def on_machine(steps: list[Any], tensors: list[Any]) -> Any:
+    """What stands for CUDA's launch: the machine of tests/ptx runs the kernels, in this order."""
+    from tests.ptx import run
+
+    memory = [(t.data_ptr(), t.nbytes, True) for t in tensors]
+    texts = iter([step.artifact.plain().files[PTX].decode() for step in steps])
+
+    @run._HANDLER
+    def launch(numbers: Any, shared: int, cooperative: int, arguments: Any) -> int:
+        ptx = next(texts)
+        contents = tuple(
+            ctypes.string_at(arguments[k], size) for k, size in enumerate(run.parameter_sizes(ptx))
+        )
+        grid, block, cluster = (tuple(numbers[3 * k + i] for i in range(3)) for k in range(3))
+        launched = run.Launched(grid, block, cluster, shared, bool(cooperative), contents)
+        run.run_launch(run.executable(ptx), launched, memory, run.USUAL)
+        return 0
+
+    return launch
+
+
+# ------------------------------------------------------------------------------------ the workspace
 
 
 def tensor(name: str, *shape: Any, **more: Any) -> dict[str, Any]:

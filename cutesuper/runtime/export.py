@@ -189,7 +189,8 @@ def export_library(
     target = Path(as_path("export", path))
     seal = hashlib.sha256(text.encode()).hexdigest()  # place of the checksum: any such text
     with temporary_folder() as folder:
-        built = _link(folder, name, entries, f"{text}\0{seal}", interface)
+        extra = _write_interface(folder, interface, target.name)
+        built = _link(folder, name, entries, f"{text}\0{seal}", extra)
         try:
             # A new file under the old name: a process that has the old one loaded keeps it.
             replace_file(target, sealed(built.read_bytes(), seal.encode()))
@@ -231,27 +232,37 @@ def _link(
     name: str,
     entries: Sequence[CacheEntry],
     metadata: str,
-    interface: Interface | None,
+    extra: Sequence[str],
 ) -> Path:
     objects = [folder / f"kernel{index}.o" for index in range(len(entries))]
     for path, entry in zip(objects, entries, strict=True):
         path.write_bytes(entry.files[OBJECT])
     (folder / "shim.c").write_text(_SHIM)
     (folder / "names.h").write_text(_names(entries, metadata))
-    (folder / "exports.map").write_text(
-        _EXPORTS.format(f"{interface.name}_*; " if interface else "")
-    )
-    (folder / "run.c").write_text(interface.source if interface else "")
     built = folder / "kernels.so"
     command = [require_c_compiler(), "-shared", "-fPIC", "-O2", "-s", "-o", str(built)]
-    command += ["-include", str(folder / "names.h"), str(folder / "shim.c"), str(folder / "run.c")]
-    command += [str(path) for path in objects]
+    command += ["-include", str(folder / "names.h"), str(folder / "shim.c"), *map(str, objects)]
     command += [str(require_dialect_archive(int(entries[0].meta["cuda_major"])))]
     command += [str(require_cudart_static())]
     command += ["-ldl", "-lpthread", "-lrt", "-lm", "-Wl,--no-undefined", "-Wl,--gc-sections"]
-    command += ["-Wl,-Bsymbolic", f"-Wl,--version-script={folder / 'exports.map'}"]
+    command += ["-Wl,-Bsymbolic", f"-Wl,--version-script={folder / 'exports.map'}", *extra]
     run_tool(command, f"exporting {name}")
     return built
+
+
+def _write_interface(folder: Path, interface: Interface | None, library: str) -> list[str]:
+    """Write the symbols to export, and the source of the functions for C, if there are any.
+
+    Returns:
+        What to add to the command that links; a program linked with ``library`` looks for this
+        name, wherever it was built.
+    """
+    more = f"{interface.name}_*; " if interface else ""
+    (folder / "exports.map").write_text(_EXPORTS.format(more))
+    if interface is None:
+        return []
+    (folder / "run.c").write_text(interface.source)
+    return [str(folder / "run.c"), "-Xlinker", "-soname", "-Xlinker", library]
 
 
 def _names(entries: Sequence[CacheEntry], metadata: str) -> str:
