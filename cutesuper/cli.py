@@ -1,4 +1,8 @@
-"""The command line: ``cutesuper demo``, ``explain``, ``tune`` and ``bench``."""
+"""The command line of cutesuper: kernels from graphs, without a line of Python.
+
+Exit codes: 0 done; 1 it failed, for the reason that is printed; 2 wrong arguments, or no GPU where
+one is needed; 130 Ctrl-C before a search has found anything.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,61 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from cutesuper.console import add_cache, cache, completion, doctor
 from cutesuper.errors import CutesuperError, FormatError
+from cutesuper.version import __version__
 
 if TYPE_CHECKING:
     from cutesuper.ir.graph import KernelGraph
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong arguments or no GPU, 130 Ctrl-C
-    (if a search has found nothing yet)."""
-    parser = argparse.ArgumentParser(prog="cutesuper", description=__doc__)
+    """Entry point; returns the exit code, see the module."""
+    parser = argparse.ArgumentParser(
+        prog="cutesuper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"cutesuper {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="optimize RMSNorm + Linear and run it")
     demo.add_argument("--shape", default="16x4096x6144", help="M x K x N (default %(default)s)")
     demo.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     demo.add_argument("--weight", action="store_true", help="RMSNorm with a weight")
+    _add_budget(demo)
     explain = commands.add_parser("explain", help="optimize a saved kernel graph and explain it")
     explain.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
-    explain.add_argument("--target", default=None, help="h200, h100, b200 or b300")
-    explain.add_argument("--dependent-launch", action="store_true")
+    _add_options(explain)
     explain.add_argument("--svg", type=Path, help="also write a picture of the muGraph")
     explain.add_argument("--html", type=Path, help="also write a page to look into the muGraph")
+    export = commands.add_parser("export", help="write a saved kernel graph as a shared library")
+    export.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
+    export.add_argument("--out", type=Path, required=True, metavar="X.so", help="the library")
+    export.add_argument("--header", type=Path, metavar="X.h", help="also functions for C and C++")
+    _add_options(export)
     _add_tune(commands.add_parser("tune", help="time candidates on the GPU, store the winner"))
     commands.add_parser("bench", help="measure a workload against its peers", add_help=False)
+    add_cache(commands.add_parser("cache", help="look after the compiled kernels on disk"))
+    commands.add_parser("doctor", help="what is installed, what is missing, what to do")
+    shells = commands.add_parser("completion", help="print the completion of a shell, to be read "
+                                 'by it: eval "$(cutesuper completion bash)"')  # fmt: skip
+    shells.add_argument("shell", choices=("bash", "zsh", "fish"))
     args, rest = parser.parse_known_args(argv)
     if args.command == "bench":
         return _bench(rest)
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     _print_anything()
-    run = {"demo": _demo, "explain": _explain, "tune": _tune}[args.command]
+    run: dict[str, Callable[[argparse.Namespace], int]] = {
+        "demo": _demo, "explain": _explain, "export": _export, "tune": _tune,
+        "cache": lambda args: cache(args.action),
+        "doctor": lambda _: doctor(),
+        "completion": lambda args: completion(args.shell, _words(commands.choices)),
+    }  # fmt: skip
     try:
-        code = run(args)
+        code = run[args.command](args)
         sys.stdout.flush()  # fails on a full disk, or for a reader that has left
         return code
     except _UsageError as error:
@@ -60,6 +83,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cutesuper: interrupted", file=sys.stderr)
         return 130
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `cutesuper.superoptimize`."""
+    parser.add_argument("--target", default=None, help="h200, h100, b200 or b300")
+    parser.add_argument("--dependent-launch", action="store_true")
+    _add_budget(parser)
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budget-s", type=_seconds, metavar="SECONDS",
+                        help="for the search, which otherwise has no limit")  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be positive")
+    return value
+
+
+def _words(commands: Mapping[str, argparse.ArgumentParser]) -> dict[str, list[str]]:
+    """What may follow each command: its options, and the values of its first argument."""
+    return {
+        name: [
+            word
+            for action in parser._actions
+            for word in (action.option_strings or action.choices or ())
+            if not word.startswith("-") or word.startswith("--")
+        ]
+        for name, parser in commands.items()
+    }
 
 
 def _print_anything() -> None:
@@ -91,7 +146,7 @@ def _demo(args: argparse.Namespace) -> int:
     except ValueError:
         message = f"--shape {args.shape}: give M x K x N, e.g. 16x4096x6144"
         raise _UsageError(message) from None
-    return run_demo((m, k, n), args.dtype, args.weight)
+    return run_demo((m, k, n), args.dtype, args.weight, args.budget_s)
 
 
 class _UsageError(Exception):
@@ -120,16 +175,43 @@ def _explain(args: argparse.Namespace) -> int:
 
     if args.html and args.html.suffix.lower() not in (".html", ".htm"):
         raise _UsageError(f"--html {args.html}: give a name that ends in .html")
-    for path in (args.svg, args.html):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise _UsageError(f"{path}: there cannot be a file of this name; is its folder there?")
-    graph = _read_graph(args.graph)
-    kernel = superoptimize(graph, target=args.target, dependent_launch=args.dependent_launch)
+    _check_places(args.svg, args.html)
+    if args.svg and args.svg.suffix.lower() != ".svg":
+        raise _UsageError(f"--svg {args.svg}: give a name that ends in .svg")
+    kernel = superoptimize(_read_graph(args.graph), **_options(args))
     print(kernel.explain())
     if args.svg is not None:
         kernel.draw(args.svg)
     if args.html is not None:
         kernel.draw(args.html)
+    return 0
+
+
+def _check_places(*paths: Path | None) -> None:
+    """Raise _UsageError for a file that cannot be written, before a search that takes long."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise _UsageError(f"{path}: there cannot be a file of this name; is its folder there?")
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "target": args.target,
+        "dependent_launch": args.dependent_launch,
+        "budget_s": args.budget_s,
+    }
+
+
+def _export(args: argparse.Namespace) -> int:
+    from cutesuper import superoptimize
+    from cutesuper.runtime.c_interface import name_of
+
+    _check_places(args.out, args.header)
+    if args.header is not None:
+        name_of(args.header)
+    kernel = superoptimize(_read_graph(args.graph), **_options(args))
+    kernel.export(args.out, header=args.header)
+    print(f"{kernel}: {args.out}" + (f", {args.header}" if args.header else ""))
     return 0
 
 

@@ -30,14 +30,16 @@ def demo_graph(shape: tuple[int, int, int], dtype: str, weight: bool) -> KernelG
     return g
 
 
-def run_demo(shape: tuple[int, int, int], dtype: str, weight: bool) -> int:
+def run_demo(
+    shape: tuple[int, int, int], dtype: str, weight: bool, budget_s: float | None = None
+) -> int:
     """Search, show, run and compare. Returns the exit code: 1 if the result is wrong."""
     import torch
 
     console = Console()
     graph = demo_graph(shape, dtype, weight)
     start = time.perf_counter()
-    kernel = _optimize(console, graph)
+    kernel = _optimize(console, graph, budget_s)
     seconds = time.perf_counter() - start
     for section in kernel.explain().split("\n\n== "):
         title, _, text = section.partition(" ==\n")
@@ -55,9 +57,9 @@ def run_demo(shape: tuple[int, int, int], dtype: str, weight: bool) -> int:
     return 0 if good else 1
 
 
-def _optimize(console: Console, graph: KernelGraph) -> Kernel:
+def _optimize(console: Console, graph: KernelGraph, budget_s: float | None) -> Kernel:
     with progress_bar(console) as show:
-        return superoptimize(graph, on_progress=show)
+        return superoptimize(graph, budget_s=budget_s, on_progress=show)
 
 
 def _inputs(graph: KernelGraph, device: str) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,9 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
+from cutesuper import console
 from cutesuper.cli import main
+from cutesuper.errors import FormatError
 from tests import zoo
 
 
@@ -178,3 +181,96 @@ def test_bench_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         main(["bench", "rmsnorm_linear"])
     assert caught.value.code == 2
     assert "need a CUDA GPU" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------- console
+
+
+def test_version_and_module() -> None:
+    command = [sys.executable, "-m", "cutesuper", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"cutesuper {cs.__version__}\n"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_export(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    library, header = tmp_path / "norm.so", tmp_path / "norm.h"
+    arguments = ["export", str(saved), "--out", str(library), "--budget-s", "60"]
+    assert main([*arguments, "--target", "h200", "--header", str(header)]) == 0
+    assert str(header) in capsys.readouterr().out
+    assert "norm_run(" in header.read_text()
+    assert cs.load(library).arch == "sm_90a"
+
+
+def test_export_looks_at_names_first(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(saved), "--out", str(tmp_path / "none" / "x.so")]) == 2
+    assert "there cannot be a file of this name" in capsys.readouterr().err
+    assert main(["export", str(saved), "--out", str(tmp_path / "x.so"), "--header", "x.txt"]) == 1
+    assert "must be a name in C and end in .h" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", str(saved), "--budget-s", "0"])
+    assert caught.value.code == 2
+
+
+def test_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cutesuper.runtime.cache import FILES, KernelCache
+
+    monkeypatch.setenv("CUTESUPER_CACHE", str(tmp_path / "cache"))
+    store = KernelCache()
+    entries = [
+        store.store(digit * 64, {"function": f"kernel_{digit}"}, dict.fromkeys(FILES, b"12345"))
+        for digit in "ab"
+    ]
+    assert main(["cache", "size"]) == 0
+    assert "2 kernel(s), 30 bytes" in capsys.readouterr().out
+    assert main(["cache", "list"]) == 0
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
+        "kernel_a", "kernel_b"
+    ]  # fmt: skip
+    assert main(["cache", "verify"]) == 0
+    assert entries[0].path
+    (entries[0].path / FILES[0]).write_bytes(b"54321")
+    assert main(["cache", "verify"]) == 1
+    assert "a" * 64 + ": damaged" in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0
+    assert "2 kernel(s) removed" in capsys.readouterr().out
+    assert list(store.names()) == []
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for text in (f"cutesuper            {cs.__version__}", "CuTe DSL", "calls on CPU tensors run"):
+        assert text in out
+    monkeypatch.setattr(console.toolchain, "package_version", lambda _: None)
+    console.toolchain.dsl_versions.cache_clear()
+    try:
+        assert main(["doctor"]) == 1
+    finally:
+        console.toolchain.dsl_versions.cache_clear()
+    assert "MISSING  compiler             compiling a kernel needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    for text in ("doctor", "verify", "budget-s"):
+        assert text in out
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=out, text=True, check=True)
+
+
+def test_pictures_say_what_they_are(tmp_path: Path) -> None:
+    g = cs.new_kernel_graph()
+    g.mark_output(g.exp(g.new_input((16, 64))))
+    kernel = cs.superoptimize(g, target="h200")
+    for name in ("p.png", "p"):
+        with pytest.raises(FormatError, match=r"let the name end in \.svg or \.html"):
+            kernel.draw(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []

@@ -171,10 +171,14 @@ class KernelCache:
 
     def entries(self) -> Iterator[CacheEntry]:
         """All entries that are intact, in no particular order."""
+        for name in self.names():
+            if (entry := self.load(name)) is not None:
+                yield entry
+
+    def names(self) -> Iterator[str]:
+        """The digests of all entries, damaged ones too."""
         for shelf in self._base.glob("[0-9a-f][0-9a-f]"):
-            for name in _listed(shelf):
-                if _DIGEST.fullmatch(name) and (entry := self.load(name)) is not None:
-                    yield entry
+            yield from filter(_DIGEST.fullmatch, _listed(shelf))
 
     def clear(self) -> None:
         """Remove all entries, and what was recorded of regions; loaded kernels stay usable. Locks

@@ -374,10 +374,10 @@ class Kernel(Program):
         Args:
             path: ends in ``.html`` or ``.htm``: an interactive page with the definition, the block
                 program of every kernel, its traffic and predicted time; it needs no other file and
-                no network. Any other name: the block programs as an SVG picture.
+                no network. In ``.svg``: the block programs as a picture.
 
         Raises:
-            FormatError: ``path`` is not the name of a file, or it cannot be written.
+            FormatError: ``path`` is not the name of a file, ends otherwise, or cannot be written.
         """
         from pathlib import Path
 
@@ -388,8 +388,13 @@ class Kernel(Program):
             said = (verified.summary(), verified.bound_log2) if verified else ("", None)
             facts = Facts(self.graph, target, variant.costs, *said, variant.notes())
             text = mugraph_page(variant.mugraph, facts)
-        else:
+        elif file.suffix.lower() == ".svg":
             text = mugraph_svg(self.mugraph)
+        else:
+            raise FormatError(
+                f"draw: {file}: pictures are drawn as SVG, pages as HTML; let the name end in .svg "
+                "or .html (a browser or rsvg-convert makes a PNG of an SVG picture)"
+            )
         try:
             file.write_text(text, encoding="utf-8")
         except OSError as error:

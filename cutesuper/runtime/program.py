@@ -129,7 +129,9 @@ def wired(graph: KernelGraph, variant: Variant, artifacts: dict[str, Artifact]) 
         {"name": f"scratch{n}", "shape": _tiles(s.shape), "dtype": s.dtype, "zeroed": s.zeroed}
         for n, s in enumerate(variant.scratch)
     ]
-    shapes = [t["shape"] for t in (*border["inputs"], *border["outputs"], *between, *scratch)]
+    shapes: list[list[Any]] = [
+        t["shape"] for t in (*border["inputs"], *border["outputs"], *between, *scratch)
+    ]
     return Wiring(
         **border,
         between=between,
