@@ -19,6 +19,7 @@ from cutesuper.errors import GraphError, OptionError, SearchError, ShapeError, T
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.torch.compile import trace
 from cutesuper.torch.compile.partition import partition
+from cutesuper.torch.compile.watch import Observer
 from tests.tracing import (
     CORPUS,
     Attention,
@@ -582,3 +583,15 @@ def test_slopes_where_pieces_meet(monkeypatch: pytest.MonkeyPatch, name: str) ->
     [found] = run_reference(cs.grad(graph), [x.detach(), torch.ones(x.shape)])
     SLOPES[name](x).sum().backward()
     torch.testing.assert_close(found, x.grad)
+
+
+def test_no_warning_that_the_user_cannot_mend(recwarn: pytest.WarningsRecorder) -> None:
+    """PyTorch warns of copies that it makes itself where code under no_grad is inlined."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = x * 2
+        return y + 1
+
+    trace._exported(fn, "fn", (torch.ones(4, 8),), {}, None, Observer(fn, frozenset()))
+    assert [w for w in recwarn if issubclass(w.category, FutureWarning)] == []

@@ -8,6 +8,7 @@ import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,24 +228,34 @@ def _exported(
     nothing."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
     try:
-        with autograd_functions() as own, observer.observing(module):
+        with _quiet(), autograd_functions() as own, observer.observing(module):
             program = torch.export.export(
                 module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
         undifferentiable = _undifferentiable(program, own)
         nodes = list(program.graph.nodes)
-        if any(_is_unknown(n) or is_complex(n) for n in nodes):
-            program = program.run_decompositions(decompositions(is_known))
-        elif any(map(_is_nested, nodes)):
-            # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
-            program = program.run_decompositions({})
+        with _quiet():
+            if any(_is_unknown(n) or is_complex(n) for n in nodes):
+                program = program.run_decompositions(decompositions(is_known))
+            elif any(map(_is_nested, nodes)):
+                # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
+                program = program.run_decompositions({})
     except Exception as error:
         raise TraceError(f"superoptimize({name}): torch.export cannot trace it: {error}") from error
     options = {"check_guards": False} if _has_guards() else {}
-    with warnings.catch_warnings():
-        # it warns that tensors that are not parameters lose their gradient: see `_lift`
-        warnings.filterwarnings("ignore", ".*requires gradient.*")
+    with _quiet():
         return program.module(**options), undifferentiable
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back what PyTorch warns of and a user cannot mend."""
+    with warnings.catch_warnings():
+        # tensors that are not parameters lose their gradient: see `_lift`
+        warnings.filterwarnings("ignore", ".*requires gradient.*")
+        # PyTorch copies specifications of pytrees in a way that it deprecates itself
+        warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
+        yield
 
 
 def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str]) -> str:
