@@ -69,5 +69,5 @@ def test_types_are_seen_from_outside(tmp_path: Path) -> None:
     out = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False).stdout
     types = re.findall(r'Type of ".*" is "(.*)"', out)
     assert types == ["Kernel", "str", "Tensor"], out
-    errors = [e for e in re.findall(r": error: (.*)", out) if "No parameter" in e]
+    errors = [e for e in re.findall(r" - error: (.*)", out) if "No parameter" in e]
     assert len(errors) == 1 and '"picture"' in errors[0], out
