@@ -505,6 +505,20 @@ def test_products_are_kept_where_they_cost_more_than_memory() -> None:
     assert list(mlp(128).saved) == []
 
 
+def test_outputs_are_not_read_where_their_products_are_computed_again() -> None:
+    """A rounded output beside its unrounded parts would leave the rounding where they cancel."""
+
+    def normalised(g: KernelGraph, x: Tensor, w: Tensor) -> Tensor:
+        p = g.softmax(x @ w, 1)
+        return p / g.sqrt(g.sum(g.square(p), 1))
+
+    split = cs.split(graph(normalised, (4, 24), (24, 33)))
+    assert kinds(split.backward).count("matmul") == 3
+    assert split.saved and 0 not in split.saved.values()
+    softmax = cs.split(graph(lambda g, x, w: g.softmax(x @ w, 1), (4, 24), (24, 33)))
+    assert softmax.saved == {"out": 0}
+
+
 def test_gates_in_one_product_come_apart() -> None:
     """Cotangents of slices that cover a value are put together, and vanish when expanded."""
     g = cs.grad(graph(lambda g, x, a, b: _gate(g, x @ g.concat([a, b], 1)), (3, 4), (4, 5), (4, 5)))
