@@ -321,6 +321,13 @@ def test_kinks_are_pytorchs() -> None:
     assert gradient_at(lambda g, x: g.log1p_exp(x), [-inf, 0, inf]) == [0, 0.5, 1]
 
 
+def test_gelu_of_infinity_is_infinity_in_vectors_too() -> None:
+    """PyTorch's on a CPU gives NaN for eight float32 numbers at once, and inf for one."""
+    g = graph(lambda g, x: g.gelu(x), (1, 8))
+    [y] = run_reference(g, [torch.full((1, 8), inf)])
+    assert y.tolist() == [[inf] * 8]
+
+
 def test_repeated_values_do_not_look_at_the_operand() -> None:
     inf = float("inf")
     assert gradient_at(lambda g, x: g.sum(x, 1), [inf, float("nan"), 0, -inf]) == [1, 1, 1, 1]
