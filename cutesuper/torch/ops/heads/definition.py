@@ -15,14 +15,21 @@ from typing import Any
 import torch
 
 from cutesuper.autodiff.gradient import joint
-from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
+from cutesuper.errors import ShapeError
 from cutesuper.ir.arguments import shown
 from cutesuper.ir.dims import Dim, Symbol, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
-from cutesuper.runtime.checks import ORDINARY, oddity
-from cutesuper.torch.ops.rowwise.definition import INTEGERS, Input, Kind, Maybe, Option
+from cutesuper.torch.ops.rowwise.definition import (
+    FLOATS,
+    INTEGERS,
+    Input,
+    Kind,
+    Maybe,
+    Option,
+    check_tensor,
+)
 
 #: bytes of the widest value of a chunk, which bound the memory of a call and are large enough for
 #: products at full speed: 4096 rows of 128256 words in 16 bits
@@ -31,7 +38,6 @@ CHUNK_BYTES = 1 << 30
 ROWS = 128
 #: the input with a factor for the loss of each row
 FACTORS = "factors"
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -103,20 +109,8 @@ def _input(
     call = f"{head.name}({part.name}={list(t.shape) if isinstance(t, torch.Tensor) else shown(t)})"
     if t is None and part.optional:
         return None
-    if not isinstance(t, torch.Tensor):
-        raise DTypeError(f"{call}: must be a torch tensor")
-    if kind := oddity(t):
-        raise LayoutError(f"{call}: is not an ordinary tensor ({kind}); {ORDINARY}")
-    allowed = INTEGERS if part.labels else _FLOATS
-    if t.dtype not in allowed:
-        raise DTypeError(
-            f"{call}: is {t.dtype}; convert it to one of {', '.join(map(str, allowed))}"
-        )
-    if t.device != tensors[0].device:
-        raise DeviceError(
-            f"{call}: is on {t.device}, {head.parts[0].name} on {tensors[0].device}; move all to "
-            "one device"
-        )
+    allowed = INTEGERS if part.labels else FLOATS
+    check_tensor(f"{call}: {part.name}", t, allowed, (head.parts[0].name, tensors[0]))
     front = lead if part.rows else ()
     inner = tuple(int(n) for n in t.shape[len(front) :])
     if tuple(t.shape[: len(front)]) != front or len(inner) != part.rank or 0 in inner:

@@ -32,7 +32,7 @@ Option = float | int | bool | str
 
 #: element types of labels
 INTEGERS = (torch.int64, torch.int32)
-_FLOATS = tuple(d.torch for d in ALL.values())
+FLOATS = tuple(d.torch for d in ALL.values())
 _SCHEMA = {float: "float", int: "int", bool: "bool", str: "str"}
 
 
@@ -259,24 +259,40 @@ def number(call: str, name: str, value: Any) -> float:
 
 
 def _check_tensors(definition: Definition, tensors: Sequence[Any], call: str) -> None:
+    first = definition.operands[0].name, tensors[0]
     for o, t in zip(definition.operands, tensors, strict=True):
-        if t is None and o.optional:
-            continue
-        if not isinstance(t, torch.Tensor):
-            raise DTypeError(f"{call}: {o.name} is a {type(t).__name__}, must be a torch tensor")
-        if kind := oddity(t):
-            raise LayoutError(f"{call}: {o.name} is not an ordinary tensor ({kind}); {ORDINARY}")
-        allowed = INTEGERS if o.labels else _FLOATS
-        if t.dtype not in allowed:
-            raise DTypeError(
-                f"{call}: {o.name} is {t.dtype}; convert it to one of "
-                f"{', '.join(map(str, allowed))}"
-            )
-        if t.device != tensors[0].device:
-            raise DeviceError(
-                f"{call}: {o.name} is on {t.device}, {definition.operands[0].name} "
-                f"on {tensors[0].device}; move all to one device"
-            )
+        if t is not None or not o.optional:
+            check_tensor(f"{call}: {o.name}", t, INTEGERS if o.labels else FLOATS, first)
+
+
+def check_tensor(
+    what: str, t: Any, allowed: Sequence[torch.dtype], first: tuple[str, torch.Tensor]
+) -> None:
+    """Check an argument of a call, but for its shape.
+
+    Args:
+        what: call and argument, for messages.
+        t: the argument.
+        allowed: its element types.
+        first: name and value of the first argument, whose device all share.
+
+    Raises:
+        DTypeError: no tensor, or another element type.
+        LayoutError: a sparse, nested or quantized tensor.
+        DeviceError: on another device.
+    """
+    if not isinstance(t, torch.Tensor):
+        raise DTypeError(f"{what} is a {type(t).__name__}, must be a torch tensor")
+    if kind := oddity(t):
+        raise LayoutError(f"{what} is not an ordinary tensor ({kind}); {ORDINARY}")
+    if t.dtype not in allowed:
+        raise DTypeError(
+            f"{what} is {t.dtype}; convert it to one of {', '.join(map(str, allowed))}"
+        )
+    if t.device != first[1].device:
+        raise DeviceError(
+            f"{what} is on {t.device}, {first[0]} on {first[1].device}; move all to one device"
+        )
 
 
 def _input(o: Operand, t: torch.Tensor, x: torch.Tensor, width: int, call: str) -> Input:
