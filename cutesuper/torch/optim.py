@@ -21,14 +21,9 @@ from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.runtime.programs import is_capturing
 from cutesuper.runtime.tensors import usable
-from cutesuper.torch.ops.lists import Lists
+from cutesuper.torch.ops.lists import ROWS, Lists, row_length
 from cutesuper.torch.ops.programs import Program, program_of
 
-#: elements of a row, at most and at least: parameters are rows of a power of two of elements, so
-#: that one kernel serves all of them that have as many. Others are one row each
-ROW, LEAST = 1024, 8
-#: rows that kernels are optimized for
-ROWS = 1 << 14
 #: lists of parameters whose rows an optimizer remembers
 LISTS = 32
 #: numbers of a step for each parameter
@@ -204,7 +199,6 @@ class AdamW(torch.optim.AdamW):
         steps = [s["step"] for s in states]
         torch._foreach_add_(steps, 1.0)
         same = not steps[0].is_cuda and len({s.item() for s in steps}) == 1
-        numbers = _numbers(group, steps[:1] if same else steps)
         kinds: dict[tuple[_Kind, torch.device], list[int]] = {}
         for n, (p, state) in enumerate(zip(params, states, strict=True)):
             kind = _kind_of(group, p, state, same, clip is not None)
@@ -212,8 +206,10 @@ class AdamW(torch.optim.AdamW):
         for (kind, device), which in kinds.items():
             some = [{"param": params[n].detach(), "grad": params[n].grad, **states[n]}
                     for n in which]  # fmt: skip
-            own = numbers.expand(-1, 4).contiguous() if same else numbers[:, which]
-            self._run(kind, some, own.to(device, non_blocking=True), clip)
+            numbers = _numbers(group, [steps[n] for n in (which[:1] if same else which)])
+            if same:  # in places of 16 bytes
+                numbers = numbers.expand(-1, 4).contiguous()
+            self._run(kind, some, numbers.to(device, non_blocking=True), clip)
         torch.autograd.graph.increment_version(params)
 
     def _state(self, p: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +240,9 @@ class AdamW(torch.optim.AdamW):
         device = numbers.device
         given = {name: [t[name] for t in some] for name in ("grad", *kind.outputs)}
         aligned = {name: [_usable(t, name) for t in tensors] for name, tensors in given.items()}
-        own = {name: t[:1] if kind.same else t for name, t in zip(_NUMBERS, numbers, strict=True)}
+        own = dict(zip(_NUMBERS, numbers, strict=True))
+        if kind.same:
+            own = {name: t[:1].view(1, 1) for name, t in own.items()}
         if clip is not None:
             own["clip"] = clip.to(device)
         rows = tuple(t.numel() // kind.row for t in aligned["param"])
@@ -289,15 +287,9 @@ def _kind_of(
     types: Any = tuple(as_dtype(t.dtype).name for t in given)
     first, second = map(float, group["betas"])
     return _Kind(
-        _row_of(p.numel()), same, types, "master" in state, clips, group["maximize"],
+        row_length(p.numel()), same, types, "master" in state, clips, group["maximize"],
         (first, second), group["eps"],
     )  # fmt: skip
-
-
-def _row_of(count: int) -> int:
-    """Elements of a row of a parameter."""
-    row = math.gcd(count, ROW)
-    return row if row >= LEAST else max(count, 2)
 
 
 def _refuse_capture(group: dict[str, Any], params: list[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ does not grow with the number of tensors. On the CPU the program runs for each t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,8 +15,20 @@ import torch
 from cutesuper.runtime.programs import KERNEL_DEVICES, is_capturing
 from cutesuper.torch.ops.programs import Program
 
+#: elements of a row, at most and at least: tensors are rows of a power of two of elements, so that
+#: one kernel serves all of them that have as many. Others are one row each
+ROW, LEAST = 1024, 8
+#: rows that kernels are optimized for
+ROWS = 1 << 14
 #: rows of tables of addresses and numbers begin at multiples of 16 bytes
 _EVEN = 4
+
+
+def row_length(count: int) -> int:
+    """Elements of a row of a tensor that has this many; 2 for a single one, since no kernel has
+    rows of one."""
+    row = math.gcd(count, ROW)
+    return row if row >= LEAST else max(count, 2)
 
 
 class Lists:
@@ -59,7 +72,7 @@ class Lists:
         Args:
             program: its inputs are those of the next two arguments, by name.
             lists: contiguous tensors of any shape, those of one list of one type; aligned.
-            numbers: float32 ``[n]``, one for each tensor of a list, or ``[1]``, one for all;
+            numbers: float32 ``[n]``, one for each tensor of a list, or ``[1, 1]``, one for all,
                 aligned.
             results: the lists that the outputs replace; those with the same elements at the same
                 places as the outputs, of which each is read before it is written.
@@ -69,7 +82,7 @@ class Lists:
         names = list(lists)
         addresses = self._addresses([t for n in names for t in lists[n]], len(names))
         given = {n: addresses[k, : self.count] for k, n in enumerate(names)}
-        own = {n: t.view(1, 1) if t.numel() == 1 else self._spread(t) for n, t in numbers.items()}
+        own = {n: t if t.dim() > 1 else self._spread(t) for n, t in numbers.items()}
         inputs = [{**given, **own}[n] for n in program.names]
         return program.run(inputs, [given[n] for n in results], self.count)
 
@@ -83,7 +96,7 @@ class Lists:
         for k, rows in enumerate(self.rows):
             given = {name: some[k].view(-1, self.length) for name, some in lists.items()}
             for name, t in numbers.items():
-                given[name] = (t if t.numel() == 1 else t[k].expand(rows)).view(-1, 1)
+                given[name] = t if t.dim() > 1 else t[k].expand(rows, 1)
             program.run([given[n] for n in program.names], [given[n] for n in results], rows)
 
     def _spread(self, numbers: torch.Tensor) -> torch.Tensor:
