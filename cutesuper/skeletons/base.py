@@ -479,7 +479,7 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
         op[3].pop("base", None)  # no argument of the kernel
         for tensor in op[3].keys() & NAMES:
             op[3][tensor] = names[op[3][tensor]]
-    key = [data, shapes, schedule_dict(schedule)]
+    key: list[Any] = [data, shapes, schedule_dict(schedule)]
     if any(a.scattered for a in arguments):
         key.append([a.scattered for a in arguments])
     if outside := definitions(op.kind for op in program.ops):

@@ -240,7 +240,7 @@ class AdamW(torch.optim.AdamW):
         device = numbers.device
         given = {name: [t[name] for t in some] for name in ("grad", *kind.outputs)}
         aligned = {name: [_usable(t, name) for t in tensors] for name, tensors in given.items()}
-        own = dict(zip(_NUMBERS, numbers, strict=True))
+        own: dict[str, torch.Tensor] = dict(zip(_NUMBERS, numbers, strict=True))
         if kind.same:
             own = {name: t[:1].view(1, 1) for name, t in own.items()}
         if clip is not None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from cutesuper.errors import LayoutError
 from cutesuper.runtime.programs import KERNEL_DEVICES, is_capturing
 from cutesuper.torch.ops.programs import Program
 
@@ -74,9 +75,14 @@ class Lists:
             lists: contiguous tensors of any shape, those of one list of one type; aligned.
             numbers: float32 ``[n]``, one for each tensor of a list, or ``[1, 1]``, one for all,
                 aligned.
-            results: the lists that the outputs replace; those with the same elements at the same
-                places as the outputs, of which each is read before it is written.
+            results: the lists that the outputs replace, which the kernel may do
+                (`Program.replaces`).
+
+        Raises:
+            LayoutError: a tensor that has no memory of its own, as a `DTensor`.
         """
+        if not all(program.replaces(name, k) for k, name in enumerate(results)):
+            raise AssertionError(f"the kernel does not write {', '.join(results)} in place")
         if self.device.type not in KERNEL_DEVICES:
             return self._run_each(program, lists, numbers, results)
         names = list(lists)
@@ -108,6 +114,11 @@ class Lists:
         pointers = tuple(t.data_ptr() for t in tensors)
         if not is_capturing() and self._known is not None and self._known[0] == pointers:
             return self._known[1]
+        if 0 in pointers:
+            kinds = {type(t).__name__ for t in tensors if not t.data_ptr()}
+            raise LayoutError(
+                f"a tensor of type {', '.join(kinds)} has no memory of its own; give its local part"
+            )
         steps = [self.length * t.element_size() for t in tensors[:: len(self.rows)]]
         given = self._moved((*pointers, *steps))
         found = given[:-lists].view(lists, -1)[:, self._tensor]
