@@ -6,9 +6,9 @@ A previously tuned program (`cutesuper.store`) takes the place of the search.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
 
@@ -216,7 +216,12 @@ class Prospect:
         return compiled(graph, self.options, self._cache, *found)
 
 
-def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> Variant:
+def best_variant(
+    graph: KernelGraph,
+    *,
+    target: Target | str | None = None,
+    scattered: Collection[str] = (),
+) -> Variant:
     """The best program for a kernel graph at the hints of its symbols, compiled.
 
     A `Kernel` finds one for every bucket of extents that it is called with; this function is for
@@ -225,6 +230,8 @@ def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> V
     Args:
         graph: the definition.
         target: a `Target`, or a name; None takes the current GPU.
+        scattered: names of inputs and outputs (``out0``, ...) whose rows lie anywhere: kernels
+            take their addresses. There must be one kernel, of rows.
 
     Raises:
         GraphError, ShapeError, SearchError, LoweringError, ScheduleError, CompileError: as for
@@ -233,7 +240,10 @@ def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> V
     check_definition("best_variant", graph)
     options = Options(as_target(target))
     with progress_bar() as show:
-        return compiled(graph, options, KernelCache(), *find(graph, options, show))
+        result, choice = find(graph, options, show)
+    if scattered:
+        choice = replace(choice, plans=tuple(p.scattered(scattered) for p in choice.plans))
+    return compiled(graph, options, KernelCache(), result, choice)
 
 
 def best_kernel(graph: KernelGraph, *, target: Target | str | None = None) -> Kernel:

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 import cutesuper as cs
-from cutesuper.errors import LayoutError, OperatorError
+from cutesuper.errors import LayoutError, LoweringError, OperatorError
 from cutesuper.verify.numeric import acceptable
 
 torch = pytest.importorskip("torch")
+
+from cutesuper.pipeline import Options, find  # noqa: E402
+from cutesuper.targets import H200  # noqa: E402
+from cutesuper.torch.ops.lists import Lists  # noqa: E402
 
 SHAPES = ((4, 8), (24,), (3, 5), ())
 
@@ -129,6 +133,29 @@ def test_closures_and_schedules() -> None:
     torch.testing.assert_close(made(cs.optim.AdamW), made(torch.optim.AdamW))
 
 
+def test_parameters_of_a_kind_share_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 8, of 16 and of 3 elements, whatever the number of parameters."""
+    launched: list[int] = []
+    run = Lists.run
+
+    def noted(self: Lists, *args: Any) -> None:
+        launched.append(self.count)
+        run(self, *args)
+
+    monkeypatch.setattr(Lists, "run", noted)
+    shapes = ((24,), (16,), (3,), (2, 8), (8, 3), (3,))
+    train(cs.optim.AdamW(p := parameters(shapes=shapes)), p, 1)
+    assert sorted(launched) == [2, 2, 6]
+
+
+def test_copies() -> None:
+    """A copy goes on like the original."""
+    params = parameters()
+    train(optimizer := cs.optim.AdamW(params, max_norm=2.0), params, 1)
+    other, copies = copy.deepcopy((optimizer, params))
+    assert all(map(torch.equal, train(optimizer, params, 1), train(other, copies, 1)))
+
+
 def test_refusals() -> None:
     with pytest.raises(OperatorError, match="max_norm"):
         cs.optim.AdamW(parameters(), max_norm=0.0)
@@ -144,15 +171,32 @@ def test_refusals() -> None:
         ours.step()
 
 
+def test_only_whole_rows_lie_anywhere() -> None:
+    g = cs.KernelGraph()
+    x, w = g.new_input((64, 128), name="X"), g.new_input((128,), name="W")
+    g.mark_output(g.mul(x, w))
+    [plan] = find(g, Options(H200))[1].plans
+    given = {a.name: a.scattered for a in plan.scattered(["X", "out0"]).arguments}
+    assert given == {"X": True, "W": False, "out0": True}
+    assert plan.scattered(["X"]).key != plan.key
+    with pytest.raises(LoweringError, match=r"W\[128\]"):
+        plan.scattered(["W"])
+    g = cs.KernelGraph()
+    g.mark_output(g.matmul(g.new_input((64, 64), name="X"), g.new_input((64, 64))))
+    [plan] = find(g, Options(H200))[1].plans
+    with pytest.raises(LoweringError, match="only kernels of rows"):
+        plan.scattered(["X"])
+
+
 # --- kernels -------------------------------------------------------------------------------------
 
 
 def judge(dtype: Any, shapes: Any, **options: Any) -> None:
-    """A step of kernels, against float64; PyTorch's parameters have the same type."""
-    found = train(cs.optim.AdamW(p := parameters(dtype, "cuda", shapes), **options), p, 2)
-    eager = train(torch.optim.AdamW(p := parameters(dtype, "cuda", shapes)), p, 2)
+    """Steps of kernels, against float64; PyTorch's parameters have the same type."""
+    found = train(cs.optim.AdamW(p := parameters(dtype, "cuda", shapes), **options), p, 3)
+    eager = train(torch.optim.AdamW(p := parameters(dtype, "cuda", shapes)), p, 3)
     exact = [p.detach().double().requires_grad_() for p in parameters(dtype, "cuda", shapes)]
-    want = train(torch.optim.AdamW(exact), exact, 2)
+    want = train(torch.optim.AdamW(exact), exact, 3)
     for ours, reference, theirs in zip(found, want, eager, strict=True):
         assert (report := acceptable(ours, reference, theirs, ours.dtype)), report
 
@@ -160,13 +204,14 @@ def judge(dtype: Any, shapes: Any, **options: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.ptx
 def test_kernels() -> None:
-    judge(torch.bfloat16, ((4, 1024),), master_weights=True)
+    """Three parameters whose gradients move, of which one takes a step less."""
+    judge(torch.bfloat16, ((4, 1024), (3, 1024), (2, 512)), master_weights=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_kernels_of_shapes(dtype: Any) -> None:
-    judge(dtype, ((1000, 1024), (24,), (3, 5), (50257,)))
+    judge(dtype, ((1000, 1024), (24,), (3, 5), (50257,), ()))
 
 
 @pytest.mark.gpu

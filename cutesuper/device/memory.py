@@ -54,6 +54,11 @@ def one(pointer: cute.Pointer) -> cute.Tensor:
     return neighbours(pointer, 1)
 
 
+def at_address(dtype: Any, address: Int64, alignment: int) -> cute.Pointer:
+    """Pointer to device memory at an address, which is a multiple of ``alignment`` bytes."""
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=alignment)
+
+
 def put(pointer: cute.Pointer, value: Any) -> None:
     """Write one element."""
     one(pointer)[0] = value

@@ -3,7 +3,9 @@
 Every contiguous segment of a topological order is convex, so every sequence of segments that covers
 the order is a sequence of kernels. Each segment becomes a `Region`, which is searched by itself
 (equal regions once), and a dynamic program over the ends of segments finds the cheapest sequences.
-The costs of kernels include storing and loading the tensors between them.
+The costs of kernels include storing and loading the tensors between them. Among sequences that cost
+the same, as far as the model can tell, those are preferred that store few unfinished values
+(`Flat.unfinished`): ``x W^T + b`` rather than ``x W^T``.
 
 A transpose is a view of another value, which costs nothing, unless it is to be stored
 (`Flat.copies`): then it is an operator like any other, fused or its own kernel. The result of
@@ -38,6 +40,9 @@ from cutesuper.search.region import Way
 MAX_SEGMENT = 32
 #: up to this number of operators in a graph, kernels may begin and end anywhere
 MANY_OPERATORS = 24
+#: sequences of kernels are equal up to this many times the cost of the cheapest: prices are right
+#: within some percent (`skeletons.cost`), so that less is no gain
+EQUAL = 1.005
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Segment:
 
     ``through``: for each tensor that is read through integers, their name: a table of pages, or an
     index of rows. ``put``: for each output of `Region.put` the names of the tensor that the rows
-    are put into, and of the index.
+    are put into, and of the index. ``early``: true if it stores a value of `Flat.unfinished`.
     """
 
     region: Region
@@ -54,6 +59,7 @@ class Segment:
     writes: tuple[str, ...]
     through: tuple[str | None, ...]
     put: tuple[tuple[str, str], ...] = ()
+    early: bool = False
 
 
 class Cut(NamedTuple):
@@ -61,6 +67,11 @@ class Cut(NamedTuple):
 
     cost: float
     steps: tuple[tuple[Segment, Way], ...]
+
+    @property
+    def early(self) -> int:
+        """Number of kernels that store a value of `Flat.unfinished`."""
+        return sum(segment.early for segment, _ in self.steps)
 
 
 #: ways to run a region, cheapest first; raises SearchError with the reason if there are none
@@ -260,6 +271,23 @@ class Flat:
         return narrow(self.graph)
 
     @cached_property
+    def unfinished(self) -> frozenset[int]:
+        """Values of 16 bits with one use, by an element-wise operator, whose result takes as many
+        bytes: stored between two kernels they are rounded before that operator, and libraries, as
+        for a product with a bias, round once after it."""
+        return frozenset(
+            v
+            for v, users in self.users.items()
+            if len(users) == 1 and self._is_finished_by(users[0], v)
+        )
+
+    def _is_finished_by(self, user: int, v: int) -> bool:
+        node, after = self.graph.nodes[v], self.graph.nodes[user]
+        alike = lookup(after.operator).elementwise and node.shape == after.shape
+        inside = not node.given and self._output(v) is None
+        return alike and inside and self.dtype(v).itemsize == 2
+
+    @cached_property
     def compared(self) -> frozenset[int]:
         """The maxima that are compared with their elements: rounding keeps the order of numbers,
         so in one type the maximum of rounded elements is the rounded maximum."""
@@ -348,7 +376,8 @@ class _SegmentBuilder:
         through = tuple(map(flat.through, self.inputs))
         puts = (nodes[v.value] for v, _, _ in stored if nodes[v.value].facets.puts)
         put = tuple((nodes[n.inputs[0]].name, nodes[n.inputs[1]].name) for n in puts)
-        return Segment(region, reads, tuple(name for _, name, _ in stored), through, put)
+        early = any(v.value in flat.unfinished for v, _, _ in stored)
+        return Segment(region, reads, tuple(name for _, name, _ in stored), through, put, early)
 
     def _op(self, i: int) -> RegionOp:
         node = self.flat.graph.nodes[i]
@@ -582,6 +611,14 @@ def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
     finally:
         errors.clear()  # its frame is this one: a circle would keep all callers' tensors
     return sorted(found.values(), key=lambda c: c.cost)[:keep]
+
+
+def preferred(found: Iterable[tuple[Flat, Cut]], keep: int) -> list[tuple[Flat, Cut]]:
+    """The cheapest cuts; first, of those that cost the same as the cheapest one, those that store
+    the fewest unfinished values."""
+    found = sorted(found, key=lambda f: f[1].cost)[:keep]
+    equal = [f for f in found if f[1].cost <= EQUAL * found[0][1].cost]
+    return sorted(equal, key=lambda f: f[1].early) + found[len(equal) :]
 
 
 def _cheapest(segments: Segments, order: tuple[int, ...], find: Find, keep: int) -> list[_Path]:

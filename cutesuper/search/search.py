@@ -40,7 +40,7 @@ from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_us
-from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts
+from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts, preferred
 from cutesuper.search.recomputed import recomputed
 from cutesuper.search.region import (
     Counts,
@@ -281,7 +281,7 @@ class _Search:
                 raise self._interrupt
             assert error is not None
             raise self._out_of_budget() or error
-        return sorted(found, key=lambda f: f[1].cost)[:keep]
+        return preferred(found, keep)
 
     def _variants(self, plain: Flat) -> Iterator[Flat]:
         yield plain

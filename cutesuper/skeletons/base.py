@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from cutesuper.egraph.extract import Price
 from cutesuper.egraph.labelled import LabelledProgram, Region
@@ -51,6 +51,8 @@ class Argument:
     Attributes:
         constant: True if it may be read before the dependency wait.
         written: True for an output.
+        scattered: True if its rows lie anywhere in device memory; the kernel is given the address
+            of each, int64.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Argument:
     dtype: str
     constant: bool
     written: bool
+    scattered: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,16 @@ class Plan(ABC, Generic[Knobs]):
         """Canonical text of everything that determines the generated code."""
         return content_key(self.program, self.arguments, self.schedule)
 
+    def scattered(self, names: Collection[str]) -> Self:
+        """The same kernel for arguments with these names whose rows lie anywhere.
+
+        Raises:
+            LoweringError: this kind of kernel takes none, or not these.
+        """
+        raise LoweringError(
+            f"{', '.join(names)}: only kernels of rows take tensors whose rows lie anywhere"
+        )
+
     def itemsize(self, view: View) -> int:
         """Bytes of an element of the tensor behind a view."""
         return as_dtype(self.arguments[view.argument].dtype).itemsize
@@ -225,6 +238,8 @@ class Plan(ABC, Generic[Knobs]):
 
     def _name(self, view: View) -> str:
         name = self.arguments[view.argument].name
+        if self.arguments[view.argument].scattered:
+            return f"rows of {name} at their addresses"
         if not isinstance(view, Indexed):
             return name
         return f"{name} through {self.arguments[view.index.argument].name}"
@@ -464,7 +479,9 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
         op[3].pop("base", None)  # no argument of the kernel
         for tensor in op[3].keys() & NAMES:
             op[3][tensor] = names[op[3][tensor]]
-    key = [data, shapes, schedule_dict(schedule)]
+    key: list[Any] = [data, shapes, schedule_dict(schedule)]
+    if any(a.scattered for a in arguments):
+        key.append([a.scattered for a in arguments])
     if outside := definitions(op.kind for op in program.ops):
         key.append(outside)
     return json.dumps(key, sort_keys=True, separators=(",", ":"))

@@ -1,4 +1,5 @@
-"""AdamW as row programs: one kernel for each parameter, which reads and writes everything once.
+"""AdamW as row programs: one kernel for all parameters of a kind, which reads and writes everything
+once.
 
 The numbers of a step (bias corrections, rate, decay, clipping) are tensors on the device, so that
 steps with any of them run the same kernels and can be captured.
@@ -20,13 +21,12 @@ from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.runtime.programs import is_capturing
 from cutesuper.runtime.tensors import usable
-from cutesuper.torch.ops.classes import class_of
+from cutesuper.torch.ops.lists import ROWS, Lists, row_length
 from cutesuper.torch.ops.programs import Program, program_of
 
-#: elements of a row, at most and at least: parameters are rows of a power of two of elements, so
-#: that one kernel serves all of them that have as many. Others are one row, with a kernel each
-ROW, LEAST = 1024, 8
-#: numbers of a step for each parameter, in places of 16 bytes
+#: lists of parameters whose rows an optimizer remembers
+LISTS = 32
+#: numbers of a step for each parameter
 _NUMBERS = ("rate", "decay", "correction")
 #: added to the norm that gradients are clipped by, as in `torch.nn.utils.clip_grad_norm_`
 _CLIP_EPS = 1e-6
@@ -36,11 +36,11 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class _Kind:
-    """Everything that determines the kernel of a parameter.
+    """Everything that determines the kernel of some parameters.
 
     Attributes:
         row: elements of a row.
-        hint: rows that it is optimized for; 0: there is one.
+        same: true if the numbers of a step are the same for all parameters.
         types: element types of parameter, gradient, and both moments.
         master: true if the parameter is rounded from one in float32.
         clips: true if gradients are multiplied by a number.
@@ -48,7 +48,7 @@ class _Kind:
     """
 
     row: int
-    hint: int
+    same: bool
     types: tuple[str, str, str]
     master: bool
     clips: bool
@@ -62,11 +62,12 @@ class _Kind:
         Attributes of the step: ``rate = lr / (1 - beta1^t)``, ``decay = 1 - lr weight_decay``,
         ``correction = 1 / sqrt(1 - beta2^t)``.
         """
-        g, shape = KernelGraph(), (Symbol("M", self.hint) if self.hint else 1, self.row)
+        g, rows = KernelGraph(), Symbol("M", ROWS)
         old, dtype = ("master", "float32") if self.master else ("param", self.types[0])
         kinds = {old: dtype, "grad": self.types[1], **dict.fromkeys(_MOMENTS, self.types[2])}
-        given = {name: g.new_input(shape, dtype, name) for name, dtype in kinds.items()}
-        n = {name: g.new_input((1, 1), "float32", name) for name in _NUMBERS}
+        given = {name: g.new_input((rows, self.row), dtype, name) for name, dtype in kinds.items()}
+        own = 1 if self.same else rows
+        n = {name: g.new_input((own, 1), "float32", name) for name in _NUMBERS}
         slope = given["grad"]
         if self.clips:
             slope = g.mul(slope, g.new_input((1, 1), "float32", "clip"))
@@ -96,9 +97,15 @@ class _Kind:
         """The tensors that the outputs replace."""
         return (*_MOMENTS, *(("master",) if self.master else ()), "param")
 
+    def program(self, device: torch.device) -> Program:
+        """The program for lists of tensors on a device."""
+        made = (f"out{n}" for n in range(len(self.outputs)))
+        names = ("grad", *self.outputs, *made)
+        return program_of("AdamW", self, self.graph, device, scattered=names)
+
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with one kernel for each parameter.
+    """`torch.optim.AdamW` with one kernel for all parameters of a type and a group.
 
     ``state_dict`` is that of PyTorch, with a further ``master`` for each parameter that has one; it
     can be loaded by either class.
@@ -134,9 +141,14 @@ class AdamW(torch.optim.AdamW):
             raise OperatorError(f"AdamW(max_norm={max_norm}): must be positive and finite, or None")
         self.max_norm, self.master_weights = max_norm, master_weights
         self.grad_norm: torch.Tensor | None = None
+        self._lists: dict[tuple[object, ...], Lists] = {}
         super().__init__(
             params, lr, betas, eps, weight_decay, maximize=maximize, capturable=capturable
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {n: getattr(self, n) for n in ("max_norm", "master_weights", "grad_norm")}
+        return {**super().__getstate__(), **own, "_lists": {}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -184,13 +196,21 @@ class AdamW(torch.optim.AdamW):
                 "torch.optim.AdamW"
             )
         states = [self._state(p, group) for p in params]
-        torch._foreach_add_([s["step"] for s in states], 1.0)
-        numbers = _numbers(group, [s["step"] for s in states])
-        moved: dict[torch.device, torch.Tensor] = {}
+        steps = [s["step"] for s in states]
+        torch._foreach_add_(steps, 1.0)
+        same = not steps[0].is_cuda and len({s.item() for s in steps}) == 1
+        kinds: dict[tuple[_Kind, torch.device], list[int]] = {}
         for n, (p, state) in enumerate(zip(params, states, strict=True)):
-            if p.device not in moved:
-                moved[p.device] = numbers.to(p.device, non_blocking=True)
-            self._run(group, p, state, moved[p.device][n], clip)
+            kind = _kind_of(group, p, state, same, clip is not None)
+            kinds.setdefault((kind, p.device), []).append(n)
+        for (kind, device), which in kinds.items():
+            some = [{"param": params[n].detach(), "grad": params[n].grad, **states[n]}
+                    for n in which]  # fmt: skip
+            numbers = _numbers(group, [steps[n] for n in (which[:1] if same else which)])
+            if same:  # in places of 16 bytes
+                numbers = numbers.expand(-1, 4).contiguous()
+            self._run(kind, some, numbers.to(device, non_blocking=True), clip)
+        torch.autograd.graph.increment_version(params)
 
     def _state(self, p: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, made if it has none."""
@@ -211,48 +231,38 @@ class AdamW(torch.optim.AdamW):
 
     def _run(
         self,
-        group: dict[str, Any],
-        p: torch.Tensor,
-        state: dict[str, Any],
+        kind: _Kind,
+        some: list[dict[str, Any]],
         numbers: torch.Tensor,
         clip: torch.Tensor | None,
     ) -> None:
-        """Update one parameter and its state in place."""
-        kind, program = self._program(group, p, state, clip is not None)
-        given = {"param": p.detach(), "grad": p.grad, **state}
-        rows = {n: _rows(given[n], n, kind.row) for n in ("grad", *kind.outputs)}
-        rows |= {n: t.view(1, 1) for n, t in zip(_NUMBERS, numbers[:, :1], strict=True)}
+        """Update parameters of a kind and their states in place, in one launch."""
+        device = numbers.device
+        given = {name: [t[name] for t in some] for name in ("grad", *kind.outputs)}
+        aligned = {name: [_usable(t, name) for t in tensors] for name, tensors in given.items()}
+        own: dict[str, torch.Tensor] = dict(zip(_NUMBERS, numbers, strict=True))
+        if kind.same:
+            own = {name: t[:1].view(1, 1) for name, t in own.items()}
         if clip is not None:
-            rows["clip"] = clip.to(p.device)
-        aligned = {n: usable(t) for n, t in rows.items()}
-        made = [
-            aligned[n] if program.replaces(n, k) else torch.empty_like(aligned[n])
-            for k, n in enumerate(kind.outputs)
-        ]
-        program.run([aligned[n] for n in program.names], made, p.numel() // kind.row)
-        for n, t in zip(kind.outputs, made, strict=True):
-            if t is not rows[n]:
-                rows[n].copy_(t)
-        torch.autograd.graph.increment_version(p)
+            own["clip"] = clip.to(device)
+        rows = tuple(t.numel() // kind.row for t in aligned["param"])
+        lists = self._lists_of(device, kind.row, rows)
+        lists.run(kind.program(device), aligned, own, kind.outputs)
+        for name in kind.outputs:
+            for t, made in zip(given[name], aligned[name], strict=True):
+                if made is not t:
+                    t.copy_(made if made.shape == t.shape else made[0])
 
-    def _program(
-        self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], clips: bool
-    ) -> tuple[_Kind, Program]:
-        row, hint = _row_of(p.numel())
-        given: Any = p, p.grad, state["exp_avg"]
-        types: Any = tuple(as_dtype(t.dtype).name for t in given)
-        first, second = group["betas"]
-        kind = _Kind(
-            row,
-            hint,
-            types,
-            "master" in state,
-            clips,
-            group["maximize"],
-            (float(first), float(second)),
-            group["eps"],
-        )
-        return kind, program_of("AdamW", kind, kind.graph, p.device)
+    def _lists_of(self, device: torch.device, length: int, rows: tuple[int, ...]) -> Lists:
+        """Lists of tensors with these rows; those that no graph has captured are forgotten in
+        time, since which parameters have gradients may change with every step."""
+        key = device, length, rows
+        if key not in self._lists:
+            old = [k for k, lists in self._lists.items() if not lists.captured]
+            for k in old[: max(0, len(old) - LISTS + 1)]:
+                del self._lists[k]
+            self._lists[key] = Lists(rows, length, device)
+        return self._lists[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class or of `torch.optim.AdamW`.
@@ -270,10 +280,16 @@ class AdamW(torch.optim.AdamW):
                     self.state[p][name] = wide.to(p.device, torch.float32)
 
 
-def _row_of(count: int) -> tuple[int, int]:
-    """Elements of a row of a parameter, and the rows that its kernel is optimized for."""
-    row = math.gcd(count, ROW)
-    return (row, class_of("rows", count // row)) if row >= LEAST else (count, 0)
+def _kind_of(
+    group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], same: bool, clips: bool
+) -> _Kind:
+    given: Any = p, p.grad, state["exp_avg"]
+    types: Any = tuple(as_dtype(t.dtype).name for t in given)
+    first, second = map(float, group["betas"])
+    return _Kind(
+        row_length(p.numel()), same, types, "master" in state, clips, group["maximize"],
+        (first, second), group["eps"],
+    )  # fmt: skip
 
 
 def _refuse_capture(group: dict[str, Any], params: list[torch.Tensor]) -> None:
@@ -286,26 +302,25 @@ def _refuse_capture(group: dict[str, Any], params: list[torch.Tensor]) -> None:
 
 
 def _numbers(group: dict[str, Any], steps: list[torch.Tensor]) -> torch.Tensor:
-    """Float32 numbers for each parameter, ``[n, len(_NUMBERS), 4]``, computed in float64 where the
-    steps are counted; a kernel reads the first of four."""
+    """Float32 numbers for each parameter, ``[len(_NUMBERS), n]``, computed in float64 where the
+    steps are counted."""
     t = torch.stack([s.to(steps[0].device) for s in steps]).double()
     first, second = (1.0 - beta**t for beta in map(float, group["betas"]))
     lr = group["lr"]
     lr = lr.to(t.device, torch.float64) if isinstance(lr, torch.Tensor) else lr
     decay = torch.ones_like(t) * (1.0 - lr * group["weight_decay"])
-    found = torch.stack([lr / first, decay, second.rsqrt()], 1).float()
-    return found.unsqueeze(-1).expand(-1, -1, 4).contiguous()
+    return torch.stack([lr / first, decay, second.rsqrt()]).float()
 
 
-def _rows(t: Any, name: str, row: int) -> torch.Tensor:
-    """A tensor of a parameter as rows. Raises LayoutError if it is no dense one."""
+def _usable(t: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor of a parameter as kernels read it; a single element is put beside itself, since no
+    kernel has rows of one. Raises LayoutError if it is no dense one."""
     if t.layout is not torch.strided or not (t.is_contiguous() or name == "grad"):
         raise LayoutError(
             f"AdamW: {name} {list(t.shape)} is not contiguous (strides {t.stride()}); make "
             ".contiguous() of the parameter before it is given to the optimizer"
         )
-    found: torch.Tensor = t.contiguous().view(-1, row)
-    return found
+    return usable(t if t.numel() > 1 else t.view(1).expand(2))
 
 
 __all__ = ["AdamW"]

@@ -13,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from cutesuper.ir.dims import extent
+from cutesuper.ir.dtypes import as_dtype
 from tests.ptx.run import Conditions, executable, fake_device, run_launch
 
 #: instructions of warps in one launch; a kernel of 4096^3 has some 10^8
@@ -39,6 +42,10 @@ class Emulated:
         self._artifact = step.artifact
         self._written = [a.written for a in plan.arguments] + [True] * len(plan.scratch)
         self._in_place = plan.in_place
+        sizes = [
+            prod(map(extent, a.shape[1:])) * as_dtype(a.dtype).itemsize for a in plan.arguments
+        ]
+        self._rows = [n * a.scattered for n, a in zip(sizes, plan.arguments, strict=True)]
         self._zeroed = [False] * len(plan.arguments) + [s.zeroed for s in plan.scratch]
 
     def __call__(self, *tensors: Any) -> None:
@@ -47,7 +54,7 @@ class Emulated:
         written = self._written.copy()
         for i, o in self._in_place:
             written[i] |= tensors[i].data_ptr() == tensors[o].data_ptr()
-        memory = [(t.data_ptr(), _span(t), w) for t, w in zip(tensors, written, strict=True)]
+        memory = [m for n, t in enumerate(tensors) for m in self._memory(n, t, written[n])]
         for launch in fake_device().launches(self._artifact, tensors):
             number = next(Emulated.numbers)
             # every launch in another order, every second one with products as late as they may be
@@ -56,6 +63,13 @@ class Emulated:
             )
         for t, zeroed in zip(tensors, self._zeroed, strict=True):
             assert not (zeroed and t.any()), "a kernel left something in zeroed scratch memory"
+
+    def _memory(self, n: int, t: torch.Tensor, written: bool) -> list[tuple[int, int, bool]]:
+        """Address, bytes, and if it is written, of the memory behind argument n: of a tensor, or of
+        addresses and the rows that lie there."""
+        if n >= len(self._rows) or not self._rows[n]:
+            return [(t.data_ptr(), _span(t), written)]
+        return [(t.data_ptr(), _span(t), False), *((a, self._rows[n], written) for a in t.tolist())]
 
 
 def _span(t: torch.Tensor) -> int:

@@ -96,7 +96,8 @@ def described(extent: Any) -> Any:
 
 
 def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
-    """Fake tensors to compile with; equal symbols share one run-time extent."""
+    """Fake tensors to compile with, of addresses for scattered rows; equal symbols share one
+    run-time extent."""
     symbols: dict[str, Any] = {}
 
     def dim(d: Any) -> Any:
@@ -104,14 +105,15 @@ def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
             return symbols.setdefault(d.name, cute.sym_int())
         return d
 
+    given = [("int64", a.shape[:1]) if a.scattered else (a.dtype, a.shape) for a in arguments]
     return tuple(
         make_fake_compact_tensor(
-            ELEMENT[a.dtype],
-            tuple(dim(d) for d in a.shape) or (1,),
-            stride_order=tuple(reversed(range(max(1, len(a.shape))))),
+            ELEMENT[dtype],
+            tuple(dim(d) for d in shape) or (1,),
+            stride_order=tuple(reversed(range(max(1, len(shape))))),
             assumed_align=16,
         )
-        for a in arguments
+        for dtype, shape in given
     )
 
 

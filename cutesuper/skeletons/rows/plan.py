@@ -17,11 +17,13 @@ order of the blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from math import prod
 
+from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram
-from cutesuper.ir.dims import Symbol, ceil_div, extent
+from cutesuper.ir.dims import Symbol, ceil_div, extent, show_shape
 from cutesuper.skeletons.base import Argument, Plan, Scratch, View, same_places
 from cutesuper.skeletons.rows.schedule import (
     BULK,
@@ -119,6 +121,20 @@ class RowPlan(Plan[RowSchedule]):
         reads all of them before it writes any."""
         pairs = same_places(self, self.column, self.loads.values(), self.stores.values())
         return tuple((x.argument, y.argument) for x, y in pairs)
+
+    def scattered(self, names: Collection[str]) -> RowPlan:
+        """See `Plan.scattered`; rows are those of tensors ``[rows, column]``."""
+        found: list[Argument] = []
+        for n, a in enumerate(self.arguments):
+            views = [v for v in self.views if v.argument == n]
+            rows = all(v.labels == (*self.rows, self.column) and type(v) is View for v in views)
+            if a.name in names and not (rows and len(self.rows) == 1):
+                raise LoweringError(
+                    f"{a.name}{show_shape(a.shape)}: rows that lie anywhere are those of a tensor "
+                    "of two dimensions, read and written along its rows"
+                )
+            found.append(replace(a, scattered=a.name in names))
+        return replace(self, arguments=tuple(found))
 
     @property
     def width(self) -> int:

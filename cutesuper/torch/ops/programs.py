@@ -49,7 +49,11 @@ _kernels: Kept[tuple[object, ...], Launches] = Kept(KEPT)
 
 
 def program_of(
-    call: str, kind: object, make: Callable[[], KernelGraph], device: torch.device
+    call: str,
+    kind: object,
+    make: Callable[[], KernelGraph],
+    device: torch.device,
+    scattered: tuple[str, ...] = (),
 ) -> Program:
     """The program of a kind of calls on a device: kernels on a GPU, the reference executor
     elsewhere.
@@ -59,23 +63,25 @@ def program_of(
         kind: names the graph, together with ``call``.
         make: makes the graph, with one symbol at most, the number of rows.
         device: of the call.
+        scattered: see `cutesuper.pipeline.best_variant`.
 
     Raises:
         DeviceError: kernels would have to be made while a CUDA graph is captured.
         CutesuperError: from `cutesuper.superoptimize`.
     """
     key = (call, kind, TABLE.changes, device)
-    return _programs.get(key) or _programs.made(key, lambda: _program(call, kind, make(), device))
+
+    def program() -> Program:
+        graph = make()
+        if device.type not in KERNEL_DEVICES:
+            return Program(graph, reference_of(graph), None)
+        made = _kernels.made_on(device, (call, kind), call, lambda: _launches(graph, scattered))
+        return Program(graph, launcher(made, device), made.in_place)
+
+    return _programs.get(key) or _programs.made(key, program)
 
 
-def _program(call: str, kind: object, graph: KernelGraph, device: torch.device) -> Program:
-    if device.type not in KERNEL_DEVICES:
-        return Program(graph, reference_of(graph), None)
-    made = _kernels.made_on(device, (call, kind), call, lambda: _launches(graph))
-    return Program(graph, launcher(made, device), made.in_place)
-
-
-def _launches(graph: KernelGraph) -> Launches:
+def _launches(graph: KernelGraph, scattered: tuple[str, ...]) -> Launches:
     from cutesuper.pipeline import best_variant
 
-    return best_variant(graph).launches
+    return best_variant(graph, scattered=scattered).launches

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 from cutesuper.device.fragments import NEUTRAL, combine, fragment, packed, reduced, stored, widen
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.math import DeviceMath
-from cutesuper.device.memory import element, neighbours, one, put
+from cutesuper.device.memory import at_address, element, neighbours, one, put
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import lookup
@@ -149,6 +149,13 @@ class RowKernel:
         wide = self.vector if view.stride(self.plan.column) == 1 else 1
         return cute.assume(found, divby=wide)
 
+    def start(self, view: View, tensors: list[cute.Tensor], row: Any) -> cute.Pointer:
+        """Pointer to a row's first element."""
+        given, dtype = tensors[view.argument].iterator, dtype_of(self.plan, view)
+        if not self.plan.arguments[view.argument].scattered:
+            return given + self.offset(view, tensors, row)
+        return at_address(dtype, one(given + row)[0], self.vector * dtype.width // 8)
+
     def read_ahead(self, tensors, row, first, first_row):
         """Issue all loads that precede the computation.
 
@@ -198,7 +205,7 @@ class RowKernel:
         self, view: View, tensors: list[cute.Tensor], row: Any, first: Any, registers: cute.Tensor
     ) -> None:
         """Read a row; elements past its end are not used, and are read from its last access."""
-        base = tensors[view.argument].iterator + self.offset(view, tensors, row)
+        base = self.start(view, tensors, row)
         if not isinstance(view, Indexed):
             self.read_from(base, view, first, registers)
         elif self.plan.column in view.index.labels:
@@ -372,14 +379,13 @@ class RowKernel:
     def store(self, value, view: cutlass.Constexpr, tensors, row, first, lane, valid):
         """Write a fragment, or a scalar of the row by its first thread."""
         dtype = dtype_of(self.plan, view)
-        target = tensors[view.argument].iterator
         if cutlass.const_expr(self.plan.column not in view.labels):
             if valid and lane == 0:
-                put(target + self.offset(view, tensors, row), value.to(dtype))
+                put(self.start(view, tensors, row), value.to(dtype))
         else:
             registers = stored(value, (self.vector, self.chunks), dtype)
             if valid:
-                base = target + self.offset(view, tensors, row)
+                base = self.start(view, tensors, row)
                 for c in cutlass.range_constexpr(self.chunks):
                     at = first + c * (self.lanes * self.vector)
                     if cutlass.const_expr(self.ragged):

@@ -19,8 +19,15 @@ from typing import Any
 import torch
 
 from cutesuper.errors import GraphError
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.runtime.programs import KERNEL_DEVICES
+from cutesuper.runtime.tensors import usable
 from cutesuper.torch.ops.heads.chunks import Call
 from cutesuper.torch.ops.heads.definition import Head, kind_of
+from cutesuper.torch.ops.lists import ROWS, row_length
+from cutesuper.torch.ops.programs import program_of
 from cutesuper.torch.ops.rowwise.definition import Maybe, Option
 from cutesuper.torch.ops.rowwise.library import refuse_transforms
 
@@ -189,7 +196,21 @@ _fragment.define(
 
 def _scale(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """One pass that multiplies in float32: PyTorch would round a number beside 16-bit tensors."""
-    return torch.mul(x, factor.reshape(1), out=torch.empty_like(x))
+    found, row = torch.empty_like(x), row_length(x.numel())
+    if x.device.type not in KERNEL_DEVICES or x.numel() < row:
+        return torch.mul(x, factor.reshape(1), out=found)
+    kind = row, as_dtype(x.dtype).name
+    program = program_of("head_scaled", kind, lambda: _scaling(*kind), x.device)
+    given = [usable(x).view(-1, row), usable(factor).view(1, 1)]
+    program.run(given, [found.view(-1, row)], x.numel() // row)
+    return found
+
+
+def _scaling(row: int, dtype: str) -> KernelGraph:
+    g = KernelGraph()
+    x, factor = g.new_input((Symbol("M", ROWS), row), dtype), g.new_input((1, 1), "float32")
+    g.mark_output(g.mul(x, factor), dtype)
+    return g
 
 
 for _device in ("CPU", "CUDA"):
