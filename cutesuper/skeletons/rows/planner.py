@@ -172,7 +172,7 @@ def _loop_fault(plan: RowLoopPlan, target: Target) -> str | None:
     if not s.stages and not s.kept:
         return "without a ring a tile is kept in registers"
     at_once = target.clusters.get(plan.cluster, 0)
-    if plan.meets and plan.grid_blocks > plan.cluster * at_once:
+    if plan.meets and not plan.alone and plan.grid_blocks > plan.cluster * at_once:
         return (
             f"{plan.grid_blocks} blocks meet, in clusters of {plan.cluster}, but at most {at_once} "
             "of these run at once; give the grid fewer"
