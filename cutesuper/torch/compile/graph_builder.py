@@ -203,11 +203,14 @@ class Shapes:
         values: by node; a tuple for several results.
         inputs: nodes from outside.
         grouping: which factors stand side by side.
+        runs: by reduction or norm the dimensions along which it works, one after the other; a row
+            that is too long for a kernel is several.
     """
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
     inputs: list[fx.Node] = field(default_factory=list)
     grouping: Grouping = field(default_factory=Grouping)
+    runs: dict[fx.Node, list[Dims]] = field(default_factory=dict)
 
     def of(self, node: Any) -> Value:
         """The value of an operand. Raises Unsupported."""
@@ -245,6 +248,12 @@ class Shapes:
         """Keep a dimension whole, as an operator works along it: its factors are not joined with
         others."""
         self.grouping.add(dims)
+
+    def reduced(self, node: fx.Node, runs: list[Dims]) -> None:
+        """Keep the dimensions whole along which a node works, one after the other."""
+        self.runs[node] = runs
+        for run in runs:
+            self.whole(run)
 
     def broadcast(self, node: fx.Node, values: Sequence[Value]) -> Value:
         """The dimensions of an element-wise result. Raises Mismatch."""

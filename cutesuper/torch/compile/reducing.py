@@ -11,7 +11,16 @@ import torch
 from torch import fx
 
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.torch.compile.factored_dims import Dims, equal, leaves, unify
+from cutesuper.skeletons.rows.form import MAX_CLUSTER_ROW
+from cutesuper.skeletons.rows.schedule import MAX_ROW
+from cutesuper.torch.compile.factored_dims import (
+    Dims,
+    dims_of,
+    equal,
+    extent_of,
+    leaves,
+    unify,
+)
 from cutesuper.torch.compile.graph_builder import (
     FLOATS,
     Builder,
@@ -33,6 +42,11 @@ from cutesuper.torch.compile.table import (
     reads_places,
 )
 
+#: least number of rows that occupy all multiprocessors
+ROWS = 64
+#: least length of the parts of a row that no kernel holds
+PART = 4096
+
 #: the computation along one dimension, which stays with an extent of 1
 Along = Callable[[KernelGraph, Tensor, int], Tensor]
 
@@ -47,14 +61,58 @@ def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
 
 def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
     """The dimensions that are reduced, last ones first. Adjacent ones are one, except the last of
-    all, which is a row: rows are reduced first, and where they meet next."""
+    all where there are few rows: it is a row then, rows are reduced first, and where they meet
+    next. Rows that are too long for a kernel are divided."""
     runs: list[list[int]] = []
+    last = len(x.dims) - 1
+    many = _one_row(x, dims)
     for d in dims:
-        if runs and runs[-1][-1] == d - 1 and d != len(x.dims) - 1:
+        if runs and runs[-1][-1] == d - 1 and (d != last or many):
             runs[-1].append(d)
         else:
             runs.append([d])
-    return [tuple(f for d in run for f in x.dims[d]) for run in reversed(runs)]
+    found = [tuple(f for d in run for f in x.dims[d]) for run in reversed(runs)]
+    if dims and dims[-1] == last and found[0]:
+        found[:1] = divided(found[0], alone=equal(_count(x, dims), 1))
+    return found
+
+
+def _one_row(x: Value, dims: Sequence[int]) -> bool:
+    """True if all dimensions that are reduced may be one row: there are enough rows for all
+    multiprocessors, and a kernel holds each."""
+    kept, length = _count(x, dims), extent_of(p for d in dims for p in x.dims[d])
+    known = isinstance(kept, int) and isinstance(length, int) and not x.absent
+    return known and kept >= ROWS and length <= MAX_CLUSTER_ROW
+
+
+def _count(x: Value, dims: Sequence[int]) -> Any:
+    """Number of rows along some dimensions."""
+    return extent_of(p for d, v in enumerate(x.dims) if d not in dims for p in v)
+
+
+def divided(row: Dims, alone: bool) -> list[Dims]:
+    """A row that no kernel holds as parts of rows, and the row of these parts; any other row as it
+    is.
+
+    before: a row of 393216; after: 48 parts of 8192, which are reduced first.
+
+    Args:
+        row: the dimension that is reduced.
+        alone: True if it is the only row.
+    """
+    whole = extent_of(row)
+    if not isinstance(whole, int) or whole <= (MAX_ROW if alone else MAX_CLUSTER_ROW):
+        return [row]
+    part, rest = 1, list(leaves(row))
+    while part < PART and rest:
+        last = rest.pop()
+        most = max(n for n in range(1, 2 * PART // part + 1) if last.factor.extent % n == 0)
+        if most < last.factor.extent:
+            unify((last,), (*dims_of(last.factor.extent // most), *dims_of(most)))
+            rest += leaves((last,))[:1]
+        part *= most
+    kept = len(leaves(rest))
+    return [leaves(row)[kept:], leaves(row)[:kept]]
 
 
 def reduced_shape(x: Value, dims: Sequence[int], keep: bool) -> Value:
@@ -68,8 +126,7 @@ def _reduced(s: Shapes, node: fx.Node, a: Arguments) -> Value:
     """The dimensions of the result of a reduction, whose dimensions must stay whole."""
     x = s.of(a["self"])
     dims = reduced_dims(node, a, len(x.dims))
-    for d in reduced_together(x, dims):
-        s.whole(d)
+    s.reduced(node, reduced_together(x, dims))
     return reduced_shape(x, dims, bool(a.get("keepdim", False)))
 
 
@@ -117,9 +174,8 @@ class Reduction(Entry):
         return _reduced(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        x = b.value(a["self"])
         t, slots = whole_tensor(b, node, a["self"])
-        dims = reduced_together(x, reduced_dims(node, a, len(x.dims)))
+        dims = b.shapes.runs[node]
         if not any(b.groups(d) for d in dims):
             return Built(b.g.mul(t, 1.0), slots)
         return along(b, node, t, slots, dims, self.formula)
@@ -159,9 +215,8 @@ class _Norm2(Reduction):
         return super().shape(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        x, order, g = b.value(a["self"]), self._order(a), b.g
+        order, g, dims = self._order(a), b.g, b.shapes.runs[node]
         t, slots = whole_tensor(b, node, a["self"])
-        dims = reduced_together(x, reduced_dims(node, a, len(x.dims)))
         if order == 2.0:
             squares = along(b, node, g.square(t), slots, dims, _sum)
             return Built(g.root(squares.tensor), squares.slots)  # type: ignore[arg-type]
@@ -196,8 +251,7 @@ class Variance(Entry):
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         x, g = b.value(a["self"]), b.g
         t, slots = whole_tensor(b, node, a["self"])
-        places = reduced_dims(node, a, len(x.dims))
-        dims = reduced_together(x, places)
+        places, dims = reduced_dims(node, a, len(x.dims)), b.shapes.runs[node]
         mean = along(b, node, t, slots, dims, _mean)
         squares = g.square(g.sub(t, mean.tensor))  # type: ignore[arg-type]
         y = along(b, node, squares, slots, dims, _mean).tensor
@@ -224,10 +278,13 @@ class _AlongOne(Entry):
 
     Attributes:
         formula: along that dimension.
+        of_parts: the result from the differences from the maximum and the sum of their
+            exponentials, for a row that is divided.
         of_one: the result along an extent of 1; NaN for infinite elements.
     """
 
     formula: Along
+    of_parts: Callable[[KernelGraph, Tensor, Tensor], Tensor]
     of_one: float
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
@@ -236,18 +293,29 @@ class _AlongOne(Entry):
         x = s.of(a["self"])
         if not x.dims:
             raise Unsupported(node, "works along a tensor of no dimensions")
-        s.whole(x.dims[self._dim(node, a, len(x.dims))])
+        d = self._dim(node, a, len(x.dims))
+        s.reduced(node, divided(x.dims[d], alone=equal(_count(x, [d]), 1)))
         return Value(x.dims, x.absent)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        x = b.value(a["self"])
         t, slots = whole_tensor(b, node, a["self"])
-        group = b.one(node, x.dims[self._dim(node, a, len(x.dims))])
+        runs = b.shapes.runs[node]
+        if len(runs) > 1:
+            return self._of_parts(b, node, t, slots, runs)
+        group = b.one(node, runs[0])
         if group is None:
             return Built(b.g.add(b.g.mul(t, 0.0), self.of_one), slots)
         if group not in slots:
             raise Unsupported(node, "works along a dimension of repeated elements")
         return Built(self.formula(b.g, t, slots.index(group)), slots)
+
+    def _of_parts(
+        self, b: Builder, node: fx.Node, t: Tensor, slots: Slots, runs: Sequence[Dims]
+    ) -> Built:
+        most = along(b, node, t, slots, runs, _maximum)
+        away = b.g.sub(t, most.tensor)  # type: ignore[arg-type]
+        total = along(b, node, b.g.exp(away), slots, runs, _sum)
+        return Built(self.of_parts(b.g, away, total.tensor), slots)  # type: ignore[arg-type]
 
     def _dim(self, node: fx.Node, a: Arguments, rank: int) -> int:
         return integers(node, a["dim"])[0] % rank
@@ -264,12 +332,11 @@ class _Norm(Entry):
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         x, n = s.of(a["input"]), len(a["normalized_shape"])
         last = tuple(f for d in x.dims[len(x.dims) - n :] for f in d)
-        s.whole(last)
+        rows = range(len(x.dims) - n, len(x.dims))
         for name in ("weight", "bias"):
             if isinstance(a.get(name), fx.Node):
-                v = s.of(a[name])
-                unify(tuple(f for d in v.dims for f in d), last)
-                s.whole(last)
+                unify(tuple(f for d in s.of(a[name]).dims for f in d), last)
+        s.reduced(node, divided(last, alone=equal(_count(x, rows), 1)))
         return x
 
     def one_element(self, a: Arguments) -> bool:
@@ -278,8 +345,11 @@ class _Norm(Entry):
 
     def operands(self, b: Builder, node: fx.Node, a: Arguments) -> tuple[list[Any], Slots]:
         """Input, weight and bias (each may be None), rows along the last dimension."""
-        x, n = b.value(a["input"]), len(a["normalized_shape"])
-        group = b.one(node, tuple(f for d in x.dims[len(x.dims) - n :] for f in d))
+        x, runs = b.value(a["input"]), b.shapes.runs[node]
+        if len(runs) > 1:
+            t, slots = whole_tensor(b, node, a["input"])
+            return [t, *(self._given(b, node, a, k, slots) for k in ("weight", "bias"))], slots
+        group = b.one(node, runs[0])
         own = b.of(a["input"])
         slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(x)
         if group is not None and group not in slots:
@@ -287,13 +357,39 @@ class _Norm(Entry):
         if group is not None:
             slots = (*(s for s in slots if s != group), group)
         t = b.tensor(node, a["input"], slots)
-        others = [
-            b.tensor(node, a[k], b.groups(b.value(a[k]).present()))
-            if isinstance(a.get(k), fx.Node)
-            else None
-            for k in ("weight", "bias")
-        ]
+        others = [self._given(b, node, a, k) for k in ("weight", "bias")]
         return [t, *others], _of_rank(slots, t)
+
+    def _given(
+        self, b: Builder, node: fx.Node, a: Arguments, name: str, slots: Slots | None = None
+    ) -> Tensor | None:
+        """A weight or bias, if there is one, with its own slots or these."""
+        if not isinstance(a.get(name), fx.Node):
+            return None
+        own = b.groups(b.value(a[name]).present()) if slots is None else slots
+        return b.tensor(node, a[name], own)
+
+    def in_parts(
+        self, b: Builder, node: fx.Node, x: list[Any], slots: Slots, centred: bool, eps: float
+    ) -> tuple[Built, Tensor, Tensor]:
+        """The norm of rows that are divided: the result, mean and 1 / sqrt(variance + eps).
+
+        Args:
+            b: of the graph.
+            node: the norm.
+            x: input, weight and bias.
+            slots: of the input.
+            centred: False if the mean is not subtracted.
+            eps: added to the variance.
+        """
+        g, runs, (t, weight, bias) = b.g, b.shapes.runs[node], x
+        mean: Any = along(b, node, t, slots, runs, _mean).tensor
+        away = g.sub(t, mean) if centred else t
+        variance: Any = along(b, node, g.square(away), slots, runs, _mean).tensor
+        rstd = g.rsqrt(g.add(variance, eps))
+        y = g.mul(away, rstd)
+        y = y if weight is None else g.mul(y, weight)
+        return Built(y if bias is None else g.add(y, bias), slots), mean, rstd
 
 
 @enter("aten.rms_norm.default")
@@ -304,6 +400,8 @@ class RMSNorm(_Norm):
         [x, weight, _], slots = self.operands(b, node, a)
         eps = a.get("eps")
         eps = torch.finfo(fake(a["input"]).dtype).eps if eps is None else number(node, eps)
+        if len(b.shapes.runs[node]) > 1:
+            return self.in_parts(b, node, [x, weight, None], slots, False, eps)[0]
         if not self.one_element(a):
             return Built(b.g.rms_norm(x, weight, eps=eps), slots)
         y = b.g.mul(x, b.g.rsqrt(b.g.add(b.g.square(x), eps)))
@@ -316,8 +414,10 @@ class LayerNorm(_Norm):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         [x, weight, bias], slots = self.operands(b, node, a)
+        eps = number(node, a.get("eps", 1e-5))
+        if len(b.shapes.runs[node]) > 1:
+            return self.in_parts(b, node, [x, weight, bias], slots, True, eps)[0]
         if not self.one_element(a):
-            eps = number(node, a.get("eps", 1e-5))
             return Built(b.g.layer_norm(x, weight, bias, eps=eps), slots)
         y = b.g.mul(x, 0.0)  # x - x, NaN where x is infinite
         y = y if weight is None else b.g.mul(y, weight)
@@ -336,8 +436,13 @@ class NativeLayerNorm(LayerNorm):
         return x, rows, rows
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        [x, *others], slots = self.operands(b, node, a)
+        if len(runs := b.shapes.runs[node]) > 1:
+            rows = tuple(None if any(s in b.groups(r) for r in runs) else s for s in slots)
+            eps = number(node, a["eps"])
+            y, mean, rstd = self.in_parts(b, node, [x, *others], slots, True, eps)
+            return y, Built(mean, rows), Built(rstd, rows)
         y = super().build(b, node, a)
-        [x, *_], slots = self.operands(b, node, a)
         g, rows = b.g, (*slots[:-1], None)
         mean = g.mean(x, -1)
         variance = g.mean(g.square(g.sub(x, mean)), -1)
@@ -376,10 +481,11 @@ enter_all({
     **dict.fromkeys(("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere)),
     **dict.fromkeys(
         ("aten.softmax.int", "aten._softmax.default", "aten.special_softmax.int"),
-        _AlongOne(lambda g, t, d: g.softmax(t, d), of_one=1.0)),
+        _AlongOne(lambda g, t, d: g.softmax(t, d), lambda g, t, s: g.div(g.exp(t), s), of_one=1.0)),
     **dict.fromkeys(
         ("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int"),
-        _AlongOne(lambda g, t, d: g.log_softmax(t, d), of_one=0.0)),
+        _AlongOne(
+            lambda g, t, d: g.log_softmax(t, d), lambda g, t, s: g.sub(t, g.log(s)), of_one=0.0)),
     "aten.max.dim": _Extreme(_maximum),
     "aten.min.dim": _Extreme(_minimum),
     "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),
