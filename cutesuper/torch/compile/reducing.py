@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.skeletons.rows.form import MAX_CLUSTER_ROW
 from cutesuper.skeletons.rows.schedule import MAX_ROW
@@ -44,6 +45,8 @@ from cutesuper.torch.compile.table import (
 
 #: least number of rows that occupy all multiprocessors
 ROWS = 64
+#: length of rows that one block reduces in less time than several take to meet
+SHORT = 8192
 #: least length of the parts of a row that no kernel holds
 PART = 4096
 
@@ -78,11 +81,15 @@ def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
 
 
 def _one_row(x: Value, dims: Sequence[int]) -> bool:
-    """True if all dimensions that are reduced may be one row: there are enough rows for all
-    multiprocessors, and a kernel holds each."""
+    """True if all dimensions that are reduced may be one row."""
     kept, length = _count(x, dims), extent_of(p for d in dims for p in x.dims[d])
     known = isinstance(kept, int) and isinstance(length, int) and not x.absent
-    return known and kept >= ROWS and length <= MAX_CLUSTER_ROW
+    return known and suits(kept, length)
+
+
+def suits(rows: int, length: int) -> bool:
+    """True if a kernel holds a row, and rows occupy all multiprocessors or are short."""
+    return length <= (MAX_CLUSTER_ROW if rows >= ROWS else SHORT)
 
 
 def _count(x: Value, dims: Sequence[int]) -> Any:
@@ -347,8 +354,9 @@ class _Norm(Entry):
         """Input, weight and bias (each may be None), rows along the last dimension."""
         x, runs = b.value(a["input"]), b.shapes.runs[node]
         if len(runs) > 1:
-            t, slots = whole_tensor(b, node, a["input"])
-            return [t, *(self._given(b, node, a, k, slots) for k in ("weight", "bias"))], slots
+            slots = b.natural(x)
+            t = b.tensor(node, a["input"], slots)
+            return [t, *(self._given(b, node, a, k) for k in ("weight", "bias"))], slots
         group = b.one(node, runs[0])
         own = b.of(a["input"])
         slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(x)
@@ -360,14 +368,11 @@ class _Norm(Entry):
         others = [self._given(b, node, a, k) for k in ("weight", "bias")]
         return [t, *others], _of_rank(slots, t)
 
-    def _given(
-        self, b: Builder, node: fx.Node, a: Arguments, name: str, slots: Slots | None = None
-    ) -> Tensor | None:
-        """A weight or bias, if there is one, with its own slots or these."""
+    def _given(self, b: Builder, node: fx.Node, a: Arguments, name: str) -> Tensor | None:
+        """A weight or bias, if there is one."""
         if not isinstance(a.get(name), fx.Node):
             return None
-        own = b.groups(b.value(a[name]).present()) if slots is None else slots
-        return b.tensor(node, a[name], own)
+        return b.tensor(node, a[name], b.groups(b.value(a[name]).present()))
 
     def in_parts(
         self, b: Builder, node: fx.Node, x: list[Any], slots: Slots, centred: bool, eps: float
@@ -422,6 +427,56 @@ class LayerNorm(_Norm):
         y = b.g.mul(x, 0.0)  # x - x, NaN where x is infinite
         y = y if weight is None else b.g.mul(y, weight)
         return Built(y if bias is None else b.g.add(y, bias), slots)
+
+
+@enter("aten.group_norm.default")
+class GroupNorm(Entry):
+    """Layer norm of groups of channels, with a weight and a bias for each channel.
+
+    Statistics read the groups as rows, which the result, with its channels, does not: two kernels.
+    """
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        x, groups = s.of(a["input"]), integers(node, a["num_groups"])[0]
+        shape = fake(a["input"]).shape
+        if not isinstance(shape[1], int) or shape[1] % groups:
+            raise Unsupported(node, f"divides {shape[1]} channels into {groups} groups")
+        if all(equal(n, 1) for n in (shape[1] // groups, *shape[2:])):
+            raise Unsupported(node, "normalizes groups of one element")
+        each = dims_of(shape[1] // groups)
+        unify(x.dims[1], (*dims_of(groups), *each))
+        for name in ("weight", "bias"):
+            if isinstance(a.get(name), fx.Node):
+                unify(s.of(a[name]).dims[0], x.dims[1])
+        inner = leaves(x.dims[1])[len(leaves(x.dims[1])) - len(leaves(each)) :]
+        rows = divided(tuple(p for d in x.dims[2:] for p in d), alone=False) if x.dims[2:] else []
+        s.reduced(node, [*(r for r in rows if r), *([inner] if inner else [])])
+        return x
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        g, runs = b.g, b.shapes.runs[node]
+        x = b.value(a["input"])
+        slots = b.natural(x)
+        t = b.tensor(node, a["input"], slots)
+        behind = len(b.groups(tuple(p for d in x.dims[2:] for p in d)))
+        one = b.joined(a["input"], tuple(p for r in reversed(runs) for p in r))
+        row = one[0] if one is not None and self._is_row(one[0]) else t
+
+        def average(v: Tensor) -> Any:
+            return g.mean(v, -1) if row is not t else along(b, node, v, slots, runs, _mean).tensor
+
+        mean = average(row)
+        variance = average(g.square(g.sub(row, mean)))
+        y = g.mul(g.sub(t, mean), g.rsqrt(g.add(variance, number(node, a.get("eps", 1e-5)))))
+        for name, combine in (("weight", g.mul), ("bias", g.add)):
+            if isinstance(a.get(name), fx.Node):
+                own = (*b.groups(b.value(a[name]).present()), *(None,) * behind)
+                y = combine(y, b.tensor(node, a[name], own))
+        return Built(y, slots)
+
+    def _is_row(self, groups: Tensor) -> bool:
+        *rows, length = map(extent, groups.shape)
+        return suits(prod(rows), length)
 
 
 @enter("aten.native_layer_norm.default")
