@@ -151,6 +151,26 @@ def along(
     return Built(t, slots)
 
 
+def moments(
+    b: Builder, node: fx.Node, t: Tensor, slots: Slots, dims: Sequence[Dims]
+) -> tuple[Built, Built]:
+    """Mean and variance along some dimensions, one after the other.
+
+    The variance of all is the mean of those of the parts, and of the squared distances of their
+    means from the mean (T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances", 1979), so that elements are read once.
+    """
+    g, first, rest = b.g, dims[:1], dims[1:]
+    mean: Any = along(b, node, t, slots, first, _mean)
+    variance: Any = along(b, node, g.square(g.sub(t, mean.tensor)), slots, first, _mean)
+    for run in rest:
+        whole: Any = along(b, node, mean.tensor, mean.slots, [run], _mean)
+        away = g.square(g.sub(mean.tensor, whole.tensor))
+        total = g.add(variance.tensor, away)
+        mean, variance = whole, along(b, node, total, variance.slots, [run], _mean)
+    return mean, variance
+
+
 def whole_tensor(b: Builder, node: fx.Node, operand: Any) -> tuple[Tensor, Slots]:
     """An operand with the slots that it has in PyTorch, or in which it was computed."""
     own = b.of(operand)
@@ -259,9 +279,8 @@ class Variance(Entry):
         x, g = b.value(a["self"]), b.g
         t, slots = whole_tensor(b, node, a["self"])
         places, dims = reduced_dims(node, a, len(x.dims)), b.shapes.runs[node]
-        mean = along(b, node, t, slots, dims, _mean)
-        squares = g.square(g.sub(t, mean.tensor))  # type: ignore[arg-type]
-        y = along(b, node, squares, slots, dims, _mean).tensor
+        mean, variance = moments(b, node, t, slots, dims)
+        y = variance.tensor
         n = prod(int(fake(a["self"]).shape[d]) for d in places)
         correction = self._correction(node, a)
         if n <= correction:
@@ -376,7 +395,7 @@ class _Norm(Entry):
 
     def in_parts(
         self, b: Builder, node: fx.Node, x: list[Any], slots: Slots, centred: bool, eps: float
-    ) -> tuple[Built, Tensor, Tensor]:
+    ) -> tuple[Built, Any, Any]:
         """The norm of rows that are divided: the result, mean and 1 / sqrt(variance + eps).
 
         Args:
@@ -388,11 +407,12 @@ class _Norm(Entry):
             eps: added to the variance.
         """
         g, runs, (t, weight, bias) = b.g, b.shapes.runs[node], x
-        mean: Any = along(b, node, t, slots, runs, _mean).tensor
-        away = g.sub(t, mean) if centred else t
-        variance: Any = along(b, node, g.square(away), slots, runs, _mean).tensor
-        rstd = g.rsqrt(g.add(variance, eps))
-        y = g.mul(away, rstd)
+        if centred:
+            mean, variance = (m.tensor for m in moments(b, node, t, slots, runs))
+        else:
+            mean, variance = None, along(b, node, g.square(t), slots, runs, _mean).tensor
+        rstd = g.rsqrt(g.add(variance, eps))  # type: ignore[arg-type]
+        y = g.mul(t if mean is None else g.sub(t, mean), rstd)  # type: ignore[arg-type]
         y = y if weight is None else g.mul(y, weight)
         return Built(y if bias is None else g.add(y, bias), slots), mean, rstd
 
@@ -460,13 +480,11 @@ class GroupNorm(Entry):
         t = b.tensor(node, a["input"], slots)
         behind = len(b.groups(tuple(p for d in x.dims[2:] for p in d)))
         one = b.joined(a["input"], tuple(p for r in reversed(runs) for p in r))
-        row = one[0] if one is not None and self._is_row(one[0]) else t
-
-        def average(v: Tensor) -> Any:
-            return g.mean(v, -1) if row is not t else along(b, node, v, slots, runs, _mean).tensor
-
-        mean = average(row)
-        variance = average(g.square(g.sub(row, mean)))
+        if one is not None and self._is_row(one[0]):
+            mean: Any = g.mean(one[0], -1)
+            variance: Any = g.mean(g.square(g.sub(one[0], mean)), -1)
+        else:
+            mean, variance = (m.tensor for m in moments(b, node, t, slots, runs))
         y = g.mul(g.sub(t, mean), g.rsqrt(g.add(variance, number(node, a.get("eps", 1e-5)))))
         for name, combine in (("weight", g.mul), ("bias", g.add)):
             if isinstance(a.get(name), fx.Node):
