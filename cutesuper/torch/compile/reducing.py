@@ -140,9 +140,9 @@ def _reduced(s: Shapes, node: fx.Node, a: Arguments) -> Value:
 def along(
     b: Builder, node: fx.Node, t: Tensor, slots: Slots, dims: Sequence[Dims], f: Along
 ) -> Built:
-    """A value reduced along some dimensions, one group after the other."""
+    """A value reduced along some dimensions, one group after the other, the last one first."""
     for d in dims:
-        for group in b.groups(d):
+        for group in reversed(b.groups(d)):
             if group not in slots:
                 raise Unsupported(node, "reduces elements that repeat; sum before the expand")
             place = slots.index(group)
