@@ -288,7 +288,8 @@ def check_cluster_row(program: LabelledProgram, row: str) -> None:
     """Refuse rows that no cluster holds, or that are not contiguous. Raises SearchError."""
     if extent(program.dims[row]) > MAX_CLUSTER_ROW:
         raise SearchError(
-            f"a reduction over {program.dims[row]} elements; a cluster holds {MAX_CLUSTER_ROW}"
+            f"a reduction over {program.dims[row]} elements; a cluster holds {MAX_CLUSTER_ROW}; "
+            "give the graph two dimensions in place of this one, and reduce the last one first"
         )
     _check_orders(program, row)
 
