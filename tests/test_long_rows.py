@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper.errors import LoweringError, ShapeError
+from cutesuper.errors import LoweringError, SearchError, ShapeError
 from cutesuper.ir.block import KernelStep
 from cutesuper.ir.dims import MAX_ELEMENTS
 from cutesuper.ir.unseen import followed
@@ -154,6 +154,18 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_no_kernel_holds(short: None, name: str) -> None:
     f, shapes, kernels = LONG[name]
     check(f, tuple(randn(*s) for s in shapes), kernels)
+
+
+def test_rows_of_a_prime_length_are_refused(short: None) -> None:
+    x = torch.empty(2, 262147, dtype=torch.bfloat16)
+    with pytest.raises(SearchError, match="a reduction over 262147 elements; a cluster holds"):
+        cs.superoptimize(lambda x: F.softmax(x, -1), (x,), target="h200")
+
+
+def test_rows_are_divided_where_they_have_factors() -> None:
+    long = reducing.dims_of(393216)
+    parts, others = reducing.divided(long, alone=False), reducing.divided(long, alone=False)
+    assert [reducing.extent_of(p) for p in parts] == [8192, 48] and parts == others
 
 
 #: the same at the sizes that need it

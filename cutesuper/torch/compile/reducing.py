@@ -101,7 +101,8 @@ def divided(row: Dims, alone: bool) -> list[Dims]:
     """A row that no kernel holds as parts of rows, and the row of these parts; any other row as it
     is.
 
-    before: a row of 393216; after: 48 parts of 8192, which are reduced first.
+    before: a row of 393216; after: 48 parts of 8192, which are reduced first. A row whose length
+    has no factor that suits stays as it is.
 
     Args:
         row: the dimension that is reduced.
@@ -114,6 +115,8 @@ def divided(row: Dims, alone: bool) -> list[Dims]:
     while part < PART and rest:
         last = rest.pop()
         most = max(n for n in range(1, 2 * PART // part + 1) if last.factor.extent % n == 0)
+        if most == 1:  # a prime number
+            return [row]
         if most < last.factor.extent:
             unify((last,), (*dims_of(last.factor.extent // most), *dims_of(most)))
             rest += leaves((last,))[:1]
