@@ -27,7 +27,7 @@ from cutesuper.ir.arguments import check_options
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.check import check_graph, check_kernel_graph
 from cutesuper.ir.definitions import added, unknown
-from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.dims import MAX_ELEMENTS, extent, open_size, size
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, lookup
 from cutesuper.ir.unseen import followed
@@ -303,14 +303,18 @@ def check_definition(call: str, graph: KernelGraph) -> None:
 
     Raises:
         GraphError: the graph is not complete.
-        ShapeError: an input or output is too large for 32-bit offsets. What lies between kernels is
-            checked when it is allocated: the scores of attention may be larger, and are not stored.
+        ShapeError: an input or output of a program with products is too large for 32-bit offsets
+            (that of rows has them in 64 bits then), or one extent is. What lies between kernels is
+            not checked: the scores of attention may be larger, and are not stored.
     """
     check_graph(call, graph)
     check_kernel_graph(graph)
-    for node in (graph.nodes[i] for i in (*graph.inputs, *graph.outputs)):
-        if not any(isinstance(d, Symbol) for d in node.shape):
-            check_size(f"{call}: tensor {node.name}", [extent(d) for d in node.shape])
+    ends = [graph.nodes[i] for i in (*graph.inputs, *graph.outputs)]
+    large = [n for n in ends if not open_size(n.shape) and size(n.shape) > MAX_ELEMENTS]
+    if large and any(n.facets.contracts for n in graph.expanded().nodes):
+        check_size(f"{call}: tensor {large[0].name}", list(map(extent, large[0].shape)))
+    for node in large:
+        check_size(f"{call}: a dimension of {node.name}", [max(map(extent, node.shape))])
 
 
 def as_target(target: Target | str | None) -> Target:

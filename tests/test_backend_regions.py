@@ -225,13 +225,14 @@ def test_a_variant_for_each_bucket(kernels: Kernels) -> None:
 def test_a_tensor_between_kernels_that_is_too_large(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its offsets would not fit into 32 bits; nothing of the definition is that large."""
+    """Its offsets would not fit into the 32 bits that they have where rows are symbolic; nothing of
+    the definition is that large."""
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     program = kernels.program
     monkeypatch.setattr(program, "target_on", lambda device: cs.H200)
     monkeypatch.setattr(program, "found", lambda rows, target: ())
-    sizes = iter([(cs.symbol("M", 16), 2**20), (2**16, 2**16)])
+    sizes = iter([(cs.symbol("M", 16), 2**20), (cs.symbol("M", 2**16), 2**16)])
 
     def compiled(*args: Any) -> Any:
         return SimpleNamespace(intermediates=((next(sizes), torch.float32),))

@@ -109,11 +109,12 @@ def check(p: RowLoopPlan) -> None:
     if p.sums:
         assert p.slice_columns % 8 == 0
     if p.meets:
-        assert p.grid_blocks <= p.cluster * H200.clusters[p.cluster]
-        partials, counter = p.scratch
+        assert p.alone or p.grid_blocks <= p.cluster * H200.clusters[p.cluster]
+        partials, *counters = p.scratch
         assert partials.shape == (p.units * p.partials * len(p.sums) * p.pitch,)
         assert (partials.dtype, partials.zeroed) == ("float32", False)
-        assert (counter.shape, counter.dtype, counter.zeroed) == ((1,), "int32", True)
+        counter = [((1,), "int32", True)] if not p.alone else []
+        assert [(c.shape, c.dtype, c.zeroed) for c in counters] == counter
         assert p.units * p.partials * p.parts == p.grid_blocks
     if s.sliced:
         assert not s.stages and p.units * ceil_div(p.length, p.slice_columns) <= p.grid_blocks

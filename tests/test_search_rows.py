@@ -20,8 +20,11 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.unseen import followed
 from cutesuper.search.search import SearchOptions, SearchResult, search
 from cutesuper.skeletons.cost import describe
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.plan import RowLoopPlan
 from cutesuper.targets import B200, H100, H200, Target
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.numeric import compare
@@ -275,12 +278,14 @@ def test_sums_of_different_rows_are_several_kernels() -> None:
     assert len(found(g).candidates[0].mugraph.steps) == 2
 
 
-def test_more_heads_than_blocks_are_several_kernels() -> None:
-    """256 blocks would have to run at once for their parts to be combined."""
-    g = rows(*_norm_shapes(512, 256, n=128, heads=True), build=_per_head)
-    result = found(g)
-    assert len(result.candidates[0].mugraph.steps) > 1
-    assert result.statistics.pruned["more blocks than run at once"]
+def test_more_heads_than_blocks_wait_for_nobody() -> None:
+    """A block has all rows of a head; where clusters share rows, all of them meet."""
+    g = rows(*_norm_shapes(1024, 256, n=128, heads=True), build=_per_head)
+    mu = found(g).candidates[0].mugraph
+    [step] = mu.steps
+    plan = make_plan(step, followed(mu), H200)
+    assert isinstance(plan, RowLoopPlan) and plan.alone
+    assert plan.grid_blocks == 256 > H200.sms and len(plan.scratch) == 1
 
 
 # ---------------------------------------------------------------------------------- long rows
@@ -328,9 +333,9 @@ def test_rows_of_more_than_one_tile_are_better_in_a_cluster() -> None:
 
 REFUSED: dict[str, tuple[Graph, str]] = {
     "too long": (softmax(4, 262145), "a reduction over 262145 elements; a cluster holds 262144"),
-    "maximum of rows": (
-        rows((M, 64), build=lambda g, x: g.max(x, 0)),
-        r"a maximum over the rows K; there are only sums and means",
+    "product of rows": (
+        rows((M, 64), build=lambda g, x: g.prod(x, 0)),
+        r"a product over the rows K; there are only sums, means and maxima",
     ),
     # not a sum over rows either, which one block has where all of them need it
     "one long row": (cs.grad(rms_norm(1, 65536)), "one row of 65536 elements, long"),

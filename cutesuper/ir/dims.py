@@ -39,6 +39,9 @@ class Tiles:
         return ceil_div(extent, self.tile)
 
 
+#: most elements of a tensor whose offsets fit into 32 bits
+MAX_ELEMENTS = 2**31 - 1
+
 Dim = int | Symbol
 Shape = tuple[Dim, ...]
 
@@ -51,6 +54,12 @@ def extent(dim: Dim) -> int:
 def size(shape: Shape) -> int:
     """Number of elements; symbols count with their hint."""
     return prod(extent(d) for d in shape)
+
+
+def open_size(shape: Shape) -> bool:
+    """True if a number of elements is known only at the call: kernels have 32 bits for offsets in
+    such a tensor."""
+    return any(isinstance(d, Symbol) for d in shape)
 
 
 def show_shape(shape: Shape) -> str:

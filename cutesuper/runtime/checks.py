@@ -15,13 +15,11 @@ from cutesuper.errors import (
     OperatorError,
     ShapeError,
 )
-from cutesuper.ir.dims import Shape, Symbol, show_shape
+from cutesuper.ir.dims import MAX_ELEMENTS, Shape, Symbol, open_size, show_shape
 from cutesuper.ir.graph import KernelGraph
 
 #: alignment of the first element in bytes, for bulk copies and 16-byte accesses
 ALIGNMENT = 16
-#: kernels compute offsets in 32 bits
-MAX_ELEMENTS = 2**31 - 1
 
 #: message about tensors wrapped by transforms of PyTorch
 TRANSFORMED = (
@@ -145,7 +143,8 @@ class Signature:
             return self.outputs
         known = [(self._known(shape, extents), dtype) for shape, dtype in self.outputs]
         for i, (shape, _) in enumerate(known):
-            check_size(f"kernel{self._call()}: output {i}", shape)
+            if open_size(self.outputs[i][0]):
+                check_size(f"kernel{self._call()}: output {i}", shape)
         return known
 
     def new_outputs(self, inputs: Sequence[Any], extents: dict[str, int]) -> list[Any]:
@@ -240,7 +239,8 @@ class Signature:
             raise ShapeError(f"{what} has shape {list(t.shape)}, must be {show_shape(want)}{bound}")
         if t.numel() == 0:
             raise ShapeError(f"{what} is empty ({list(t.shape)}); there is nothing to compute")
-        check_size(what, t.shape)
+        if self._open[i]:
+            check_size(what, t.shape)
         if not t.is_contiguous():
             raise LayoutError(
                 f"{what} is not contiguous (strides {list(t.stride())}); call "

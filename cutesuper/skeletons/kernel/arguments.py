@@ -12,7 +12,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 from cutlass.cutlass_dsl import select_
 
 from cutesuper.ir.block import BlockProgram
-from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dims import MAX_ELEMENTS, Symbol, open_size, size
 from cutesuper.skeletons.base import Argument, Indexed, Scratch, View
 
 ELEMENT = {
@@ -57,13 +57,32 @@ class Extents:
         raise AssertionError(f"no argument carries {symbol}")  # the planner made the views
 
     def stride(self, view: View, label: str, tensors: list[cute.Tensor]) -> Any:
-        """The stride of a label: an int, or a run-time number of 64 bits where an extent behind it
-        is symbolic. It is computed, since that of a dimension of extent 1 may be any number."""
+        """The stride of a label: an int; a number of 64 bits where offsets need them, and where an
+        extent behind it is symbolic. That one is computed, since that of a dimension of extent 1
+        may be any number."""
         known, symbols = view.stride(label), view.growth(label)
         if not symbols:
-            return known
+            return Int64(known) if known > 1 and self._wide(view) else known
         factor = prod(Int64(self._read(s, tensors)) for s in symbols)
         return cute.assume(factor * known, divby=known)
+
+    def place(
+        self, view: View, labels: tuple[str, ...], index: Any, tensors: list[cute.Tensor]
+    ) -> Any:
+        """Offset in elements of the index-th element along some labels, the last one varying
+        fastest."""
+        counts = {d: self.of(d, tensors) for d in labels}
+        if self._wide(view):  # a layout with strides of 64 bits does not compile
+            at = unravel(index, counts)
+            return sum((at[d] * self.stride(view, d, tensors) for d in labels), Int64(0))
+        counts = dict(reversed(counts.items()))  # in a layout, the first one varies fastest
+        stride = tuple(view.stride(d) for d in counts)
+        return cute.make_layout(tuple(counts.values()), stride=stride)(index)
+
+    def _wide(self, view: View) -> bool:
+        """True if offsets in the tensor behind a view need 64 bits."""
+        shape = self.arguments[view.argument].shape
+        return not open_size(shape) and size(shape) > MAX_ELEMENTS
 
 
 def labelled(

@@ -56,6 +56,10 @@ def _visited(plan: RowLoopPlan, target: Target) -> Cost:
     blocks = busy_walkers * plan.outer_count * plan.parts
     # blocks whose share of the rows is smaller wait for the others
     share = most * busy_walkers / plan.row_count
+    waves = ceil_div(blocks, target.sms)  # one, unless blocks wait for nobody
+    if waves > 1:
+        share *= waves * target.sms / blocks
+        blocks = target.sms
     stage = plan.tile_rows * sum(plan.row_bytes.values())
     deep = r.deep if min(plan.stages, 2) * stage > 2 * stage_limit(target) else 1.0
     others = plan.cluster - 1 if _reductions(plan) else 0
@@ -70,7 +74,7 @@ def _visited(plan: RowLoopPlan, target: Target) -> Cost:
     parts |= {
         "launch": target.launch_us,
         "ramp": r.start_us,
-        "visits": plan.visits * r.visit_us,
+        "visits": waves * plan.visits * r.visit_us,
         "finish": r.finish_us * (plan.partials > 1),
     }
     own = ("launch", "ramp", "visits", "finish")

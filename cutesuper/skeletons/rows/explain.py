@@ -51,6 +51,8 @@ def _sum_line(plan: RowLoopPlan) -> str:
     how = (
         f"every block has {plan.slice_columns} columns of all rows, and reads them again"
         if plan.schedule.sliced
+        else "every block has all rows of its columns"
+        if plan.alone
         else f"all blocks meet, then each adds up {plan.slice_columns} columns of {plan.partials} "
         "partial results"
     )

@@ -24,8 +24,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, STORE, AxisKind, BlockProgram
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import Symbol, extent
-from cutesuper.ir.operators.monoid import SUM
-from cutesuper.skeletons.form import ALIGN, check_index
+from cutesuper.skeletons.form import ALIGN, FOLDED, check_index
 from cutesuper.skeletons.rows.roles import row_label
 from cutesuper.skeletons.rows.schedule import LARGE, MAX_ROW
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit
@@ -289,7 +288,8 @@ def check_cluster_row(program: LabelledProgram, row: str) -> None:
     """Refuse rows that no cluster holds, or that are not contiguous. Raises SearchError."""
     if extent(program.dims[row]) > MAX_CLUSTER_ROW:
         raise SearchError(
-            f"a reduction over {program.dims[row]} elements; a cluster holds {MAX_CLUSTER_ROW}"
+            f"a reduction over {program.dims[row]} elements; a cluster holds {MAX_CLUSTER_ROW}; "
+            "give the graph two dimensions in place of this one, and reduce the last one first"
         )
     _check_orders(program, row)
 
@@ -334,9 +334,9 @@ def _check_reductions(
         if op.over is None:
             continue
         how = op.facets.reduces
-        if op.over in summed and how not in (None, SUM):
+        if op.over in summed and how is not None and how not in FOLDED:
             raise SearchError(
-                f"a {how.noun} over the rows {op.over}; there are only sums and means"
+                f"a {how.noun} over the rows {op.over}; there are only sums, means and maxima"
             )
         before = frozenset[str]().union(*(reduced[i] for i in op.inputs))
         absent = rows - operand_labels(program, op) - (set() if op.over == row else before)

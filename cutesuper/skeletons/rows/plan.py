@@ -423,6 +423,14 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
         return bool(self.sums) and not self.schedule.sliced
 
     @property
+    def alone(self) -> bool:
+        """True if a block has all rows of the columns that it adds up: it waits for nobody, and
+        there may be any number of blocks."""
+        slices, parts = ceil_div(self.length, self.slice_columns), self.column_parts
+        own = slices == parts and (parts == 1 or self.slice_columns == self.width)
+        return self.meets and self.partials == 1 and self.cluster == 1 and own
+
+    @property
     def carries_sums(self) -> bool:
         """True if groups of `SUM_ROWS` rows are summed first, then these sums: results in fp32 show
         the rounding of long sums."""
@@ -552,11 +560,12 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:
-        """Partial sums, and the counter at which blocks meet."""
+        """Partial sums, and the counter at which blocks meet, if they do."""
         if not self.meets:
             return ()
         count = self.units * self.partials * len(self.sums) * self.pitch
-        return Scratch((count,), "float32", False), Scratch((1,), "int32", True)
+        partials = Scratch((count,), "float32", False)
+        return (partials,) if self.alone else (partials, Scratch((1,), "int32", True))
 
     # ------------------------------------------------------------------------------ shared memory
 

@@ -13,7 +13,7 @@ from cutesuper.ir.block import ENDING, LOAD, STORE, Axis, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
-from cutesuper.skeletons.legality import refuse_index
+from cutesuper.skeletons.legality import refuse_index, refuse_many_rows
 from cutesuper.skeletons.operands import check_symbols
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.roles import (
@@ -79,6 +79,7 @@ def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
     program = with_row_reciprocals(program, column, arguments)
     loads, stores = _views(program, arguments)
     roles = find_roles(program, column, where)
+    refuse_many_rows(prod(extent(program.dims[d]) for d in (*roles.rows, *roles.outer)), where)
     check_views(program, arguments, roles, loads, stores, where)
     return RowLoopPlan(
         program, arguments, roles.column, roles.rows, roles.outer, loads, stores, roles.complete,
@@ -171,7 +172,7 @@ def _loop_fault(plan: RowLoopPlan, target: Target) -> str | None:
     if not s.stages and not s.kept:
         return "without a ring a tile is kept in registers"
     at_once = target.clusters.get(plan.cluster, 0)
-    if plan.meets and plan.grid_blocks > plan.cluster * at_once:
+    if plan.meets and not plan.alone and plan.grid_blocks > plan.cluster * at_once:
         return (
             f"{plan.grid_blocks} blocks meet, in clusters of {plan.cluster}, but at most {at_once} "
             "of these run at once; give the grid fewer"
@@ -229,6 +230,7 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
     loads, stores = _views(program, arguments)
     reductions = tuple(i for i, o in enumerate(program.ops) if o.facets.reduces)
     rows = _row_order(program, [*loads.values(), *stores.values()], column)
+    refuse_many_rows(prod(extent(program.dims[d]) for d in rows), where)
     plan = RowPlan(
         program, arguments, column, rows, loads, stores, reductions, (),
         RowSchedule(1, 1, 1, 1),

@@ -147,10 +147,12 @@ def _part(whole: int, cluster: int) -> int:
 def _slots(
     structure: BlockProgram, form: PersistentForm, setting: Setting, cluster: int, width: int
 ) -> int:
-    """Number of blocks (or clusters) that may share the visited rows, so that all run at once."""
+    """Number of blocks (or clusters) that may share the visited rows, so that all run at once; one
+    that has all rows of its columns waits for nobody, so there is one always."""
     others = prod(extent(structure.dims[d]) for d in form.rows - {form.visited})
     strips = 1 if form.clustered else ceil_div(extent(structure.dims[form.row]), width)
-    return setting.target.clusters.get(cluster, 0) // (others * strips)
+    slots = setting.target.clusters.get(cluster, 0) // (others * strips)
+    return max(slots, int(cluster == 1))
 
 
 def _visiting(

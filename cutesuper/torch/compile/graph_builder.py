@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from cutesuper.errors import CutesuperError
-from cutesuper.ir.dims import Dim, Symbol, show_shape
+from cutesuper.ir.dims import Dim, Symbol, extent, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
 from cutesuper.ir.relations import ordered
@@ -203,11 +204,14 @@ class Shapes:
         values: by node; a tuple for several results.
         inputs: nodes from outside.
         grouping: which factors stand side by side.
+        runs: by reduction or norm the dimensions along which it works, one after the other; a row
+            that is too long for a kernel is several.
     """
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
     inputs: list[fx.Node] = field(default_factory=list)
     grouping: Grouping = field(default_factory=Grouping)
+    runs: dict[fx.Node, list[Dims]] = field(default_factory=dict)
 
     def of(self, node: Any) -> Value:
         """The value of an operand. Raises Unsupported."""
@@ -245,6 +249,12 @@ class Shapes:
         """Keep a dimension whole, as an operator works along it: its factors are not joined with
         others."""
         self.grouping.add(dims)
+
+    def reduced(self, node: fx.Node, runs: list[Dims]) -> None:
+        """Keep the dimensions whole along which a node works, one after the other."""
+        self.runs[node] = runs
+        for run in runs:
+            self.whole(run)
 
     def broadcast(self, node: fx.Node, values: Sequence[Value]) -> Value:
         """The dimensions of an element-wise result. Raises Mismatch."""
@@ -343,9 +353,12 @@ class Builder:
         return found[0] if found else None
 
     def extent(self, slot: Slot) -> Dim:
-        """The extent of a slot in the kernel graph."""
+        """The extent of a slot in the kernel graph; of a slot of `joined`, the product of its
+        groups."""
         if slot is None:
             return 1
+        if len(own := self.groups(slot)) > 1:
+            return prod(extent(self.extent(s)) for s in own)
         group = self._groups[slot[0].factor]
         if isinstance(group.extent, int):
             return group.extent
@@ -466,6 +479,24 @@ class Builder:
         if (node, slots) not in self._inputs:
             self._inputs[node, slots] = self._new_input(node, slots)
         return self._inputs[node, slots]
+
+    def joined(self, operand: Any, run: Dims) -> tuple[Tensor, Slots] | None:
+        """A second view of an input, in which dimensions that others divide are one, the last one;
+        those before it have an extent of 1. None if it is no input, or stored otherwise.
+
+        before: ``[N, G, 8, 4096]``, of which the last two are ``run``; after: ``[N, G, 1, 32768]``.
+        """
+        source = self.of(operand).source
+        if source is None or memory_order(fake(source)) != list(range(fake(source).dim())):
+            return None
+        own, inner = self.natural(self.value(operand)), self.groups(run)
+        if own[len(own) - len(inner) :] != inner or any(
+            isinstance(self.extent(s), Symbol) for s in inner
+        ):
+            return None
+        lead = own[: len(own) - len(inner)]
+        slots = (*lead, *(None,) * (len(inner) - 1), tuple(p for s in inner for p in s))
+        return self._input_of(source, slots), slots
 
     def _new_input(self, node: fx.Node, slots: Slots) -> Tensor:
         t, value = fake(node), self.value(node)

@@ -10,8 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.torch.compile.factored_dims import Dims, equal, leaves, unify
+from cutesuper.skeletons.rows.form import MAX_CLUSTER_ROW
+from cutesuper.skeletons.rows.schedule import MAX_ROW
+from cutesuper.torch.compile.factored_dims import (
+    Dims,
+    dims_of,
+    equal,
+    extent_of,
+    leaves,
+    unify,
+)
 from cutesuper.torch.compile.graph_builder import (
     FLOATS,
     Builder,
@@ -33,6 +43,13 @@ from cutesuper.torch.compile.table import (
     reads_places,
 )
 
+#: least number of rows that occupy all multiprocessors
+ROWS = 64
+#: length of rows that one block reduces in less time than several take to meet
+SHORT = 8192
+#: least length of the parts of a row that no kernel holds
+PART = 4096
+
 #: the computation along one dimension, which stays with an extent of 1
 Along = Callable[[KernelGraph, Tensor, int], Tensor]
 
@@ -47,14 +64,65 @@ def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
 
 def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
     """The dimensions that are reduced, last ones first. Adjacent ones are one, except the last of
-    all, which is a row: rows are reduced first, and where they meet next."""
+    all where there are few rows: it is a row then, rows are reduced first, and where they meet
+    next. Rows that are too long for a kernel are divided."""
     runs: list[list[int]] = []
+    last = len(x.dims) - 1
+    many = _one_row(x, dims)
     for d in dims:
-        if runs and runs[-1][-1] == d - 1 and d != len(x.dims) - 1:
+        if runs and runs[-1][-1] == d - 1 and (d != last or many):
             runs[-1].append(d)
         else:
             runs.append([d])
-    return [tuple(f for d in run for f in x.dims[d]) for run in reversed(runs)]
+    found = [tuple(f for d in run for f in x.dims[d]) for run in reversed(runs)]
+    if dims and dims[-1] == last and found[0]:
+        found[:1] = divided(found[0], alone=equal(_count(x, dims), 1))
+    return found
+
+
+def _one_row(x: Value, dims: Sequence[int]) -> bool:
+    """True if all dimensions that are reduced may be one row."""
+    kept, length = _count(x, dims), extent_of(p for d in dims for p in x.dims[d])
+    known = isinstance(kept, int) and isinstance(length, int) and not x.absent
+    return known and suits(kept, length)
+
+
+def suits(rows: int, length: int) -> bool:
+    """True if a kernel holds a row, and rows occupy all multiprocessors or are short."""
+    return length <= (MAX_CLUSTER_ROW if rows >= ROWS else SHORT)
+
+
+def _count(x: Value, dims: Sequence[int]) -> Any:
+    """Number of rows along some dimensions."""
+    return extent_of(p for d, v in enumerate(x.dims) if d not in dims for p in v)
+
+
+def divided(row: Dims, alone: bool) -> list[Dims]:
+    """A row that no kernel holds as parts of rows, and the row of these parts; any other row as it
+    is.
+
+    before: a row of 393216; after: 48 parts of 8192, which are reduced first. A row whose length
+    has no factor that suits stays as it is.
+
+    Args:
+        row: the dimension that is reduced.
+        alone: True if it is the only row.
+    """
+    whole = extent_of(row)
+    if not isinstance(whole, int) or whole <= (MAX_ROW if alone else MAX_CLUSTER_ROW):
+        return [row]
+    part, rest = 1, list(leaves(row))
+    while part < PART and rest:
+        last = rest.pop()
+        most = max(n for n in range(1, 2 * PART // part + 1) if last.factor.extent % n == 0)
+        if most == 1:  # a prime number
+            return [row]
+        if most < last.factor.extent:
+            unify((last,), (*dims_of(last.factor.extent // most), *dims_of(most)))
+            rest += leaves((last,))[:1]
+        part *= most
+    kept = len(leaves(rest))
+    return [leaves(row)[kept:], leaves(row)[:kept]]
 
 
 def reduced_shape(x: Value, dims: Sequence[int], keep: bool) -> Value:
@@ -68,23 +136,42 @@ def _reduced(s: Shapes, node: fx.Node, a: Arguments) -> Value:
     """The dimensions of the result of a reduction, whose dimensions must stay whole."""
     x = s.of(a["self"])
     dims = reduced_dims(node, a, len(x.dims))
-    for d in reduced_together(x, dims):
-        s.whole(d)
+    s.reduced(node, reduced_together(x, dims))
     return reduced_shape(x, dims, bool(a.get("keepdim", False)))
 
 
 def along(
     b: Builder, node: fx.Node, t: Tensor, slots: Slots, dims: Sequence[Dims], f: Along
 ) -> Built:
-    """A value reduced along some dimensions, one group after the other."""
+    """A value reduced along some dimensions, one group after the other, the last one first."""
     for d in dims:
-        for group in b.groups(d):
+        for group in reversed(b.groups(d)):
             if group not in slots:
                 raise Unsupported(node, "reduces elements that repeat; sum before the expand")
             place = slots.index(group)
             t = f(b.g, t, place)
             slots = (*slots[:place], None, *slots[place + 1 :])
     return Built(t, slots)
+
+
+def moments(
+    b: Builder, node: fx.Node, t: Tensor, slots: Slots, dims: Sequence[Dims]
+) -> tuple[Built, Built]:
+    """Mean and variance along some dimensions, one after the other.
+
+    The variance of all is the mean of those of the parts, and of the squared distances of their
+    means from the mean (T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances", 1979), so that elements are read once.
+    """
+    g, first, rest = b.g, dims[:1], dims[1:]
+    mean: Any = along(b, node, t, slots, first, _mean)
+    variance: Any = along(b, node, g.square(g.sub(t, mean.tensor)), slots, first, _mean)
+    for run in rest:
+        whole: Any = along(b, node, mean.tensor, mean.slots, [run], _mean)
+        away = g.square(g.sub(mean.tensor, whole.tensor))
+        total = g.add(variance.tensor, away)
+        mean, variance = whole, along(b, node, total, variance.slots, [run], _mean)
+    return mean, variance
 
 
 def whole_tensor(b: Builder, node: fx.Node, operand: Any) -> tuple[Tensor, Slots]:
@@ -117,9 +204,8 @@ class Reduction(Entry):
         return _reduced(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        x = b.value(a["self"])
         t, slots = whole_tensor(b, node, a["self"])
-        dims = reduced_together(x, reduced_dims(node, a, len(x.dims)))
+        dims = b.shapes.runs[node]
         if not any(b.groups(d) for d in dims):
             return Built(b.g.mul(t, 1.0), slots)
         return along(b, node, t, slots, dims, self.formula)
@@ -159,9 +245,8 @@ class _Norm2(Reduction):
         return super().shape(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        x, order, g = b.value(a["self"]), self._order(a), b.g
+        order, g, dims = self._order(a), b.g, b.shapes.runs[node]
         t, slots = whole_tensor(b, node, a["self"])
-        dims = reduced_together(x, reduced_dims(node, a, len(x.dims)))
         if order == 2.0:
             squares = along(b, node, g.square(t), slots, dims, _sum)
             return Built(g.root(squares.tensor), squares.slots)  # type: ignore[arg-type]
@@ -196,11 +281,9 @@ class Variance(Entry):
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         x, g = b.value(a["self"]), b.g
         t, slots = whole_tensor(b, node, a["self"])
-        places = reduced_dims(node, a, len(x.dims))
-        dims = reduced_together(x, places)
-        mean = along(b, node, t, slots, dims, _mean)
-        squares = g.square(g.sub(t, mean.tensor))  # type: ignore[arg-type]
-        y = along(b, node, squares, slots, dims, _mean).tensor
+        places, dims = reduced_dims(node, a, len(x.dims)), b.shapes.runs[node]
+        mean, variance = moments(b, node, t, slots, dims)
+        y = variance.tensor
         n = prod(int(fake(a["self"]).shape[d]) for d in places)
         correction = self._correction(node, a)
         if n <= correction:
@@ -224,10 +307,13 @@ class _AlongOne(Entry):
 
     Attributes:
         formula: along that dimension.
+        of_parts: the result from the differences from the maximum and the sum of their
+            exponentials, for a row that is divided.
         of_one: the result along an extent of 1; NaN for infinite elements.
     """
 
     formula: Along
+    of_parts: Callable[[KernelGraph, Tensor, Tensor], Tensor]
     of_one: float
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
@@ -236,18 +322,29 @@ class _AlongOne(Entry):
         x = s.of(a["self"])
         if not x.dims:
             raise Unsupported(node, "works along a tensor of no dimensions")
-        s.whole(x.dims[self._dim(node, a, len(x.dims))])
+        d = self._dim(node, a, len(x.dims))
+        s.reduced(node, divided(x.dims[d], alone=equal(_count(x, [d]), 1)))
         return Value(x.dims, x.absent)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        x = b.value(a["self"])
         t, slots = whole_tensor(b, node, a["self"])
-        group = b.one(node, x.dims[self._dim(node, a, len(x.dims))])
+        runs = b.shapes.runs[node]
+        if len(runs) > 1:
+            return self._of_parts(b, node, t, slots, runs)
+        group = b.one(node, runs[0])
         if group is None:
             return Built(b.g.add(b.g.mul(t, 0.0), self.of_one), slots)
         if group not in slots:
             raise Unsupported(node, "works along a dimension of repeated elements")
         return Built(self.formula(b.g, t, slots.index(group)), slots)
+
+    def _of_parts(
+        self, b: Builder, node: fx.Node, t: Tensor, slots: Slots, runs: Sequence[Dims]
+    ) -> Built:
+        most = along(b, node, t, slots, runs, _maximum)
+        away = b.g.sub(t, most.tensor)  # type: ignore[arg-type]
+        total = along(b, node, b.g.exp(away), slots, runs, _sum)
+        return Built(self.of_parts(b.g, away, total.tensor), slots)  # type: ignore[arg-type]
 
     def _dim(self, node: fx.Node, a: Arguments, rank: int) -> int:
         return integers(node, a["dim"])[0] % rank
@@ -264,12 +361,11 @@ class _Norm(Entry):
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         x, n = s.of(a["input"]), len(a["normalized_shape"])
         last = tuple(f for d in x.dims[len(x.dims) - n :] for f in d)
-        s.whole(last)
+        rows = range(len(x.dims) - n, len(x.dims))
         for name in ("weight", "bias"):
             if isinstance(a.get(name), fx.Node):
-                v = s.of(a[name])
-                unify(tuple(f for d in v.dims for f in d), last)
-                s.whole(last)
+                unify(tuple(f for d in s.of(a[name]).dims for f in d), last)
+        s.reduced(node, divided(last, alone=equal(_count(x, rows), 1)))
         return x
 
     def one_element(self, a: Arguments) -> bool:
@@ -278,8 +374,12 @@ class _Norm(Entry):
 
     def operands(self, b: Builder, node: fx.Node, a: Arguments) -> tuple[list[Any], Slots]:
         """Input, weight and bias (each may be None), rows along the last dimension."""
-        x, n = b.value(a["input"]), len(a["normalized_shape"])
-        group = b.one(node, tuple(f for d in x.dims[len(x.dims) - n :] for f in d))
+        x, runs = b.value(a["input"]), b.shapes.runs[node]
+        if len(runs) > 1:
+            slots = b.natural(x)
+            t = b.tensor(node, a["input"], slots)
+            return [t, *(self._given(b, node, a, k) for k in ("weight", "bias"))], slots
+        group = b.one(node, runs[0])
         own = b.of(a["input"])
         slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(x)
         if group is not None and group not in slots:
@@ -287,13 +387,37 @@ class _Norm(Entry):
         if group is not None:
             slots = (*(s for s in slots if s != group), group)
         t = b.tensor(node, a["input"], slots)
-        others = [
-            b.tensor(node, a[k], b.groups(b.value(a[k]).present()))
-            if isinstance(a.get(k), fx.Node)
-            else None
-            for k in ("weight", "bias")
-        ]
+        others = [self._given(b, node, a, k) for k in ("weight", "bias")]
         return [t, *others], _of_rank(slots, t)
+
+    def _given(self, b: Builder, node: fx.Node, a: Arguments, name: str) -> Tensor | None:
+        """A weight or bias, if there is one."""
+        if not isinstance(a.get(name), fx.Node):
+            return None
+        return b.tensor(node, a[name], b.groups(b.value(a[name]).present()))
+
+    def in_parts(
+        self, b: Builder, node: fx.Node, x: list[Any], slots: Slots, centred: bool, eps: float
+    ) -> tuple[Built, Any, Any]:
+        """The norm of rows that are divided: the result, mean and 1 / sqrt(variance + eps).
+
+        Args:
+            b: of the graph.
+            node: the norm.
+            x: input, weight and bias.
+            slots: of the input.
+            centred: False if the mean is not subtracted.
+            eps: added to the variance.
+        """
+        g, runs, (t, weight, bias) = b.g, b.shapes.runs[node], x
+        if centred:
+            mean, variance = (m.tensor for m in moments(b, node, t, slots, runs))
+        else:
+            mean, variance = None, along(b, node, g.square(t), slots, runs, _mean).tensor
+        rstd = g.rsqrt(g.add(variance, eps))  # type: ignore[arg-type]
+        y = g.mul(t if mean is None else g.sub(t, mean), rstd)  # type: ignore[arg-type]
+        y = y if weight is None else g.mul(y, weight)
+        return Built(y if bias is None else g.add(y, bias), slots), mean, rstd
 
 
 @enter("aten.rms_norm.default")
@@ -304,6 +428,8 @@ class RMSNorm(_Norm):
         [x, weight, _], slots = self.operands(b, node, a)
         eps = a.get("eps")
         eps = torch.finfo(fake(a["input"]).dtype).eps if eps is None else number(node, eps)
+        if len(b.shapes.runs[node]) > 1:
+            return self.in_parts(b, node, [x, weight, None], slots, False, eps)[0]
         if not self.one_element(a):
             return Built(b.g.rms_norm(x, weight, eps=eps), slots)
         y = b.g.mul(x, b.g.rsqrt(b.g.add(b.g.square(x), eps)))
@@ -316,12 +442,62 @@ class LayerNorm(_Norm):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         [x, weight, bias], slots = self.operands(b, node, a)
+        eps = number(node, a.get("eps", 1e-5))
+        if len(b.shapes.runs[node]) > 1:
+            return self.in_parts(b, node, [x, weight, bias], slots, True, eps)[0]
         if not self.one_element(a):
-            eps = number(node, a.get("eps", 1e-5))
             return Built(b.g.layer_norm(x, weight, bias, eps=eps), slots)
         y = b.g.mul(x, 0.0)  # x - x, NaN where x is infinite
         y = y if weight is None else b.g.mul(y, weight)
         return Built(y if bias is None else b.g.add(y, bias), slots)
+
+
+@enter("aten.group_norm.default")
+class GroupNorm(Entry):
+    """Layer norm of groups of channels, with a weight and a bias for each channel.
+
+    Statistics read the groups as rows, which the result, with its channels, does not: two kernels.
+    """
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        x, groups = s.of(a["input"]), integers(node, a["num_groups"])[0]
+        shape = fake(a["input"]).shape
+        if not isinstance(shape[1], int) or shape[1] % groups:
+            raise Unsupported(node, f"divides {shape[1]} channels into {groups} groups")
+        if all(equal(n, 1) for n in (shape[1] // groups, *shape[2:])):
+            raise Unsupported(node, "normalizes groups of one element")
+        each = dims_of(shape[1] // groups)
+        unify(x.dims[1], (*dims_of(groups), *each))
+        for name in ("weight", "bias"):
+            if isinstance(a.get(name), fx.Node):
+                unify(s.of(a[name]).dims[0], x.dims[1])
+        inner = leaves(x.dims[1])[len(leaves(x.dims[1])) - len(leaves(each)) :]
+        rows = divided(tuple(p for d in x.dims[2:] for p in d), alone=False) if x.dims[2:] else []
+        s.reduced(node, [*(r for r in rows if r), *([inner] if inner else [])])
+        return x
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        g, runs = b.g, b.shapes.runs[node]
+        x = b.value(a["input"])
+        slots = b.natural(x)
+        t = b.tensor(node, a["input"], slots)
+        behind = len(b.groups(tuple(p for d in x.dims[2:] for p in d)))
+        one = b.joined(a["input"], tuple(p for r in reversed(runs) for p in r))
+        if one is not None and self._is_row(one[0]):
+            mean: Any = g.mean(one[0], -1)
+            variance: Any = g.mean(g.square(g.sub(one[0], mean)), -1)
+        else:
+            mean, variance = (m.tensor for m in moments(b, node, t, slots, runs))
+        y = g.mul(g.sub(t, mean), g.rsqrt(g.add(variance, number(node, a.get("eps", 1e-5)))))
+        for name, combine in (("weight", g.mul), ("bias", g.add)):
+            if isinstance(a.get(name), fx.Node):
+                own = (*b.groups(b.value(a[name]).present()), *(None,) * behind)
+                y = combine(y, b.tensor(node, a[name], own))
+        return Built(y, slots)
+
+    def _is_row(self, groups: Tensor) -> bool:
+        *rows, length = map(extent, groups.shape)
+        return suits(prod(rows), length)
 
 
 @enter("aten.native_layer_norm.default")
@@ -336,8 +512,13 @@ class NativeLayerNorm(LayerNorm):
         return x, rows, rows
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        [x, *others], slots = self.operands(b, node, a)
+        if len(runs := b.shapes.runs[node]) > 1:
+            rows = tuple(None if any(s in b.groups(r) for r in runs) else s for s in slots)
+            eps = number(node, a["eps"])
+            y, mean, rstd = self.in_parts(b, node, [x, *others], slots, True, eps)
+            return y, Built(mean, rows), Built(rstd, rows)
         y = super().build(b, node, a)
-        [x, *_], slots = self.operands(b, node, a)
         g, rows = b.g, (*slots[:-1], None)
         mean = g.mean(x, -1)
         variance = g.mean(g.square(g.sub(x, mean)), -1)
@@ -376,10 +557,11 @@ enter_all({
     **dict.fromkeys(("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere)),
     **dict.fromkeys(
         ("aten.softmax.int", "aten._softmax.default", "aten.special_softmax.int"),
-        _AlongOne(lambda g, t, d: g.softmax(t, d), of_one=1.0)),
+        _AlongOne(lambda g, t, d: g.softmax(t, d), lambda g, t, s: g.div(g.exp(t), s), of_one=1.0)),
     **dict.fromkeys(
         ("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int"),
-        _AlongOne(lambda g, t, d: g.log_softmax(t, d), of_one=0.0)),
+        _AlongOne(
+            lambda g, t, d: g.log_softmax(t, d), lambda g, t, s: g.sub(t, g.log(s)), of_one=0.0)),
     "aten.max.dim": _Extreme(_maximum),
     "aten.min.dim": _Extreme(_minimum),
     "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),

@@ -25,12 +25,12 @@ from cutesuper import pipeline
 from cutesuper.errors import CutesuperError, DeviceError, FormatError, GraphError, ShapeError
 from cutesuper.ir import serial
 from cutesuper.ir.definitions import Defined, added, are_still, definitions, names_of
-from cutesuper.ir.dims import Shape, Symbol, extent
+from cutesuper.ir.dims import MAX_ELEMENTS, Shape, Symbol, extent, open_size
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.progress import progress_bar
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.calling import Runner, launcher, reference_of
-from cutesuper.runtime.checks import MAX_ELEMENTS, Signature, check_size
+from cutesuper.runtime.checks import Signature, check_size
 from cutesuper.runtime.kernel import Variant, bucket_of
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept, refuse_capture
 from cutesuper.runtime.tensors import usable
@@ -153,7 +153,8 @@ class Program:
         made = pipeline.compiled(graph, self._options(target), KernelCache(), *found)
         between = [s for s, _ in made.intermediates]
         for shape in between:
-            check_size("a tensor between kernels", [extent(d) for d in shape])
+            if open_size(shape):
+                check_size("a tensor between kernels", [extent(d) for d in shape])
         with self._lock:
             self._most_rows = min(self._most_rows, _most(between))
         return made

@@ -23,15 +23,14 @@ class Access:
 
     def offset(self, view: View, tensors: list[cute.Tensor], row: Any, place: Place) -> Any:
         """Offset in elements of a row's first element in this block's part."""
-        labels = tuple(reversed(self.plan.rows))
         at = Int32(0)
-        if any(d in view.labels for d in labels):
-            shape = tuple(self.k.extents.of(d, tensors) for d in labels)
-            at = cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
+        if any(d in view.labels for d in self.plan.rows):
+            at = self.k.extents.place(view, self.plan.rows, row, tensors)
         for d, index in place.outer.items():
-            at = at + index * view.stride(d)
+            at = at + index * self.k.extents.stride(view, d, tensors)
         if self.plan.column in view.labels:
-            at = at + place.part * self.plan.width * view.stride(self.plan.column)
+            width = self.plan.width * self.k.extents.stride(view, self.plan.column, tensors)
+            at = at + place.part * width
         return at
 
     def number(self, view: View, tensors: list[cute.Tensor], place: Place) -> Any:

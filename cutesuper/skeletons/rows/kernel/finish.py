@@ -48,24 +48,23 @@ class Finish:
     @cute.jit
     def leave_all(self, sums, memory, scratch, place):
         """Write the sums of this block from registers to device memory, and signal the others."""
-        partials, counter = scratch
-        floats = memory.floats
+        partials, floats = scratch[0], memory.floats
         for s in cutlass.range_constexpr(len(self.plan.sums)):
             acc = sums[s]
             if cutlass.const_expr(not self.plan.has_columns(self.plan.sums[s])):
                 acc = self.as_columns(acc[0], self.plan.sums[s].op, place)
             self.leave(s, acc, floats, partials, place)
         cute.arch.sync_threads()
-        if place.thread == 0:
-            arrive_in_grid(counter.iterator, place.block, self.plan.grid_blocks)
+        if cutlass.const_expr(not self.plan.alone):
+            if place.thread == 0:
+                arrive_in_grid(scratch[1].iterator, place.block, self.plan.grid_blocks)
 
     @cute.jit
     def run(self, memory, tensors, scratch, place):
         """Wait for all blocks, then add up some columns."""
-        partials, counter = scratch
-        floats = memory.floats
-        self.meet(counter, place)
-        plan = self.plan
+        partials, floats, plan = scratch[0], memory.floats, self.plan
+        if cutlass.const_expr(not plan.alone):
+            self.meet(scratch[1], place)
         slices = ceil_div(plan.length, plan.slice_columns)
         for index in cutlass.range(place.block, slices * plan.units, plan.grid_blocks, unroll=1):
             self.add_slice(

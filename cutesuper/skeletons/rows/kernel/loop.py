@@ -61,7 +61,7 @@ class RowLoopKernel:
             block=(plan.threads, 1, 1),
             stream=stream,
             use_pdl=plan.schedule.dependent_launch,
-            cooperative=plan.meets,
+            cooperative=plan.meets and not plan.alone,
             min_blocks_per_mp=plan.schedule.resident,
             **self.options(),
         )

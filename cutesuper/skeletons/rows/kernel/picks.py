@@ -89,5 +89,5 @@ class Picks:
             existing = stages.existing(row.row, tensors) if plan.varies(view) else Int32(0)
             start = self.access.offset(view, tensors, existing, replace(place, part=0))
             base = tensors[view.argument].iterator + start
-            column = column * view.stride(plan.column)
+            column = column * self.k.extents.stride(view, plan.column, tensors)
         return element(base, column)

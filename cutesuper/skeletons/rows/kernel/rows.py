@@ -142,10 +142,7 @@ class RowKernel:
         """Offset in elements of a row's first element."""
         if not self.plan.rows:
             return Int32(0)
-        # linear indices run through the first mode fastest, rows through the last label
-        labels = tuple(reversed(self.plan.rows))
-        shape = tuple(self.extents.of(d, tensors) for d in labels)
-        found = cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
+        found = self.extents.place(view, self.plan.rows, row, tensors)
         wide = self.vector if view.stride(self.plan.column) == 1 else 1
         return cute.assume(found, divby=wide)
 
@@ -295,8 +292,8 @@ class RowKernel:
     def read(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
         """Read ``vector`` elements of a row: in one access if they are contiguous, else one by
         one."""
-        stride = view.stride(self.plan.column)
-        if stride == 1:
+        stride = self.extents.stride(view, self.plan.column, [])  # a number: rows are not symbolic
+        if view.stride(self.plan.column) == 1:
             cute.autovec_copy(self.piece(base, at), registers)
             return
         for e in range(self.vector):
@@ -304,8 +301,8 @@ class RowKernel:
 
     def write(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
         """Write ``vector`` elements of a row: the inverse of `read`."""
-        stride = view.stride(self.plan.column)
-        if stride == 1:
+        stride = self.extents.stride(view, self.plan.column, [])
+        if view.stride(self.plan.column) == 1:
             cute.autovec_copy(registers, self.piece(base, at))
             return
         for e in range(self.vector):
