@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cutesuper as cs
-from cutesuper.errors import GraphError, OptionError, SearchError, ShapeError, TraceError
+from cutesuper.errors import (
+    GraphError,
+    OptionError,
+    RangeError,
+    SearchError,
+    ShapeError,
+    TraceError,
+)
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.torch.compile import trace
 from cutesuper.torch.compile.partition import partition
@@ -74,6 +81,31 @@ def test_products_of_one_operand_are_one_region(monkeypatch: pytest.MonkeyPatch)
     program = traced(monkeypatch, projections, (X[:1], *weights, randn(16)))
     assert operators(program) == [["matmul", "matmul", "relu", "matmul", "add"]]
     check(program, projections, (X[:1], *weights, randn(16)))
+
+
+LOOKUPS: dict[str, tuple[Any, int]] = {  # the program, and the last index from the end, or 0
+    "embedding": (lambda w, i: F.embedding(i, w) * 2, 0),
+    "rows of a table": (lambda w, i: w[i] * 2, -8),
+    "index_select": (lambda w, i: w.index_select(0, i) * 2, 0),
+    "index_copy": (lambda w, i: w.index_copy(0, i, w[:3] * 2), 0),
+    "index_put": (lambda w, i: w.index_put((i,), w[:3] * 2), -8),
+    "an index of two tables": (lambda w, i: F.embedding(i, w) + w[:4][i], 0),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_wrong_indices_are_an_error_where_pytorch_raises(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn, first = LOOKUPS[name]
+    table, index = randn(8, 32), torch.tensor([1, 2, 3])
+    program = traced(monkeypatch, fn, (table, index))
+    check(program, fn, (table, torch.tensor([1, 2, first])))
+    for wrong in (8, first - 1):
+        with pytest.raises(IndexError):
+            fn(table, torch.tensor([1, 2, wrong]))
+        with pytest.raises(RangeError, match=f"index {wrong} is out of bounds"):
+            program(table, torch.tensor([1, 2, wrong]))
 
 
 class Masked(nn.Module):
