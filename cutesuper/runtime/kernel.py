@@ -342,6 +342,11 @@ class Kernel(Program):
         return self._main.mugraph
 
     @property
+    def predicted_us(self) -> float:
+        """Microseconds of `kernels` by the cost model; 0 for a program that was given."""
+        return sum(cost.total for cost in self._main.costs)
+
+    @property
     def kernels(self) -> tuple[CompiledStep, ...]:
         """The compiled kernels of `mugraph`, in order."""
         return self._main.steps

@@ -126,6 +126,11 @@ class Region:
         return dumps(self.graph)
 
     @property
+    def border(self) -> tuple[fx.Node, ...]:
+        """The nodes whose tensors enter or leave it."""
+        return (*(o.node for o in self.inputs), *(r.node for r in self.outputs))
+
+    @property
     def products(self) -> int:
         """The number of products of matrices."""
         kinds = [n.operator for n in self.graph.nodes]

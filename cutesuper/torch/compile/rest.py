@@ -88,10 +88,11 @@ def computed(regions: Iterable[Region]) -> set[fx.Node]:
 def _computes(node: fx.Node) -> bool:
     """True for an operator that makes new tensors."""
     seen_through = is_free(node) or getattr(node.target, "is_view", node.target is getitem)
-    return not seen_through and bool(list(_tensors(node)))
+    return not seen_through and bool(list(tensors_of(node)))
 
 
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The fake tensors that a node makes."""
     values = pytree.tree_leaves(node.meta.get("val"))
     return (v for v in values if isinstance(v, torch.Tensor))
 
@@ -99,17 +100,18 @@ def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 def _us(node: fx.Node, target: Target) -> float:
     """Microseconds of an operator of PyTorch: the time of its tensors in memory or of its products,
     and a launch."""
-    moved = sum(map(_bytes, (t for n in (node, *node.all_input_nodes) for t in _tensors(n))))
+    moved = sum(map(_bytes, (t for n in (node, *node.all_input_nodes) for t in tensors_of(n))))
     seconds = max(moved / target.bandwidth, _flops(node) / target.tensor_flops)
     return seconds * 1e6 + target.launch_us
 
 
 def _bytes(t: torch.Tensor) -> int:
-    return _elements(t.shape) * t.dtype.itemsize
+    return elements(t.shape) * t.dtype.itemsize
 
 
-def _elements(shape: Iterable[Any]) -> int:
-    return prod(hint_of(n) or 1 for n in shape)
+def elements(shape: Iterable[Any]) -> int:
+    """The number of elements of a tensor, in the example where extents may differ."""
+    return prod(1 if (known := hint_of(n)) is None else known for n in shape)
 
 
 def _flops(node: fx.Node) -> float:

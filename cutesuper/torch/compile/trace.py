@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from cutesuper.errors import CutesuperError, GraphError, OptionError, TraceError
+from cutesuper.errors import CutesuperError, GraphError, OptionError, ShapeError, TraceError
+from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.pipeline import as_target
 from cutesuper.pipeline import superoptimize as optimize_graph
@@ -33,7 +35,13 @@ from cutesuper.torch.compile.internals import autograd_functions, decompositions
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.refusals import NO_KERNEL, refusal, without_kernel
 from cutesuper.torch.compile.region import Region, source_lines
-from cutesuper.torch.compile.rest import computed, is_own, left_to_pytorch
+from cutesuper.torch.compile.rest import (
+    computed,
+    elements,
+    is_own,
+    left_to_pytorch,
+    tensors_of,
+)
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.table import is_free, is_known, moves
 from cutesuper.torch.compile.traced_program import ChangesItself, Trace, TracedProgram, TracedRegion
@@ -70,7 +78,12 @@ class _Call(nn.Module):
         self.kernel = kernel
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self.kernel([usable(t) for t in tensors])
+        try:
+            return self.kernel([usable(t) for t in tensors])
+        except ShapeError:
+            if all(t.numel() for t in tensors):
+                raise
+            return run_reference(self.kernel.graph, tensors)  # there is nothing to launch
 
 
 def superoptimize_callable(
@@ -178,7 +191,10 @@ class _Tracer:
         self, region: Region, refused: dict[fx.Node, str]
     ) -> list[tuple[Region, Kernel]]:
         """The region and its kernel; if it has none and the rest is PyTorch's, those of its halves
-        that have one. Reasons are added to ``refused``."""
+        that have one; none of a region of single numbers. Reasons are added to ``refused``."""
+        if all(elements(n.meta["val"].shape) == 1 for n in region.border):
+            refused.update(dict.fromkeys(region.nodes, "all tensors have one element"))
+            return []
         try:
             return [(region, self._kernel_of(region))]
         except NO_KERNEL as error:
@@ -390,7 +406,7 @@ def regions_of(
         if not any(u in left for u in _readers(node)):
             reason = _complex(node) or found.refused.get(node) or _reason(node)
             raise refusal(TraceError, name, node, reason)
-    if not found.regions and not any(map(is_own, graph.nodes)):
+    if not found.regions and not any(map(_needs_no_region, graph.nodes)):
         raise TraceError(
             f"superoptimize({name}): it computes nothing that kernels could, "
             "no numbers in float16, bfloat16 or float32"
@@ -432,7 +448,20 @@ def _is_left(node: fx.Node) -> bool:
     val = node.meta.get("val")
     if node.op != "call_function" or is_free(node) or moves(node) or is_own(node):
         return False
+    if _is_empty(node):
+        return False
     return not isinstance(val, torch.SymInt | int) and _dtype(val) not in _NO_NUMBERS
+
+
+def _needs_no_region(node: fx.Node) -> bool:
+    """True for an operator with kernels of its own, and for one of tensors without elements."""
+    return node.op == "call_function" and (is_own(node) or _is_empty(node))
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """True for an operator that reads or makes a tensor without elements."""
+    around = (node, *node.all_input_nodes)
+    return any(elements(t.shape) == 0 for n in around for t in tensors_of(n))
 
 
 def _dtype(val: Any) -> Any:
@@ -467,8 +496,10 @@ class Lazy:
     """A function that is traced at its first call with arguments of a kind.
 
     A kind is the structure of the arguments with shapes, element types and devices of the tensors
-    and the values of everything else. Whatever else the function reads is treated as by every
-    `TracedProgram`. After an operator of graphs was redefined it is traced again.
+    and the values of everything else. Kinds that differ in first extents of tensors only, batch
+    sizes say, share one program from the second on, if the function allows any number of rows.
+    Whatever else the function reads is treated as by every `TracedProgram`. After an operator of
+    graphs was redefined it is traced again.
     """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -476,15 +507,81 @@ class Lazy:
         self._fn = fn
         self._options = options
         self._programs: Kept[Any, TracedProgram] = Kept()
+        self._first: dict[Any, tuple[int, ...]] = {}  # first extents, by kind without them
+        self._open: Kept[Any, TracedProgram | None] = Kept()  # for any first extents
 
     def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """The traced program for these arguments; see `superoptimize_callable`."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         kind = (TABLE.changes, structure, *map(_facts, leaves))
         return self._programs.get(kind) or self._programs.made(
-            kind,
-            lambda: superoptimize_callable(self._fn, args, example_kwargs=kwargs, **self._options),
+            kind, lambda: self._traced(args, kwargs)
         )
+
+    def _traced(self, args: Any, kwargs: Any) -> TracedProgram:
+        """The program of a new kind."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        family = (TABLE.changes, structure, *map(_without_rows, leaves))
+        rows = tuple(t.shape[0] for t in leaves if _has_rows(t))
+        first = self._first.setdefault(family, rows)
+        if first != rows:
+            shared = self._open.made(family, lambda: self._opened(first, args, kwargs))
+            if shared is not None and shared.takes(*args, **kwargs):
+                return shared
+        return superoptimize_callable(self._fn, args, example_kwargs=kwargs, **self._options)
+
+    def _opened(self, first: tuple[int, ...], args: Any, kwargs: Any) -> TracedProgram | None:
+        """A program for any rows where these arguments have others than the first ones of their
+        family; None if there is none."""
+        names: dict[tuple[int, int], Any] = {}
+        before = iter(first)
+
+        def opened(leaf: Any) -> Any:
+            pair = (next(before), leaf.shape[0]) if _has_rows(leaf) else (0, 0)
+            changes = pair[0] != pair[1]
+            dim = names.setdefault(pair, torch.export.Dim(f"rows{len(names)}")) if changes else None
+            return {0: dim} if changes else None
+
+        dims = tuple(pytree.tree_map(opened, (*args, *kwargs.values())))
+        options = {**self._options, "dynamic_shapes": self._options["dynamic_shapes"] or dims}
+        try:
+            return superoptimize_callable(self._fn, args, example_kwargs=kwargs, **options)
+        except (TraceError, *NO_KERNEL):
+            return None  # the function asks for the number of rows, or only some have a kernel
+
+    # ---------------------------------------------------------------------------------- looking
+
+    def _latest(self, what: str) -> TracedProgram:
+        """The program that was traced last."""
+        if not self._programs:
+            raise TraceError(
+                f"{self!r}.{what}: it is traced at its first call; call it, or give the example "
+                f"arguments, .program(x, ...).{what}"
+            )
+        return list(self._programs.values())[-1]
+
+    def explain(self) -> str:
+        """`TracedProgram.explain` of the program that was traced last; `program` has the others.
+
+        Raises:
+            TraceError: it has not been called yet.
+        """
+        return self._latest("explain()").explain()
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """`Kernel.draw` of the program that was traced last. Raises TraceError if it has not been
+        called yet, or has several regions."""
+        self._latest("draw(path)").kernel.draw(path)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """`Kernel.export` of the program that was traced last. Raises TraceError if it has not been
+        called yet, or has several regions."""
+        self._latest("export(path)").kernel.export(path)
+
+    def __repr__(self) -> str:
+        name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
+        count = len(set(self._programs.values()))
+        return f"Lazy({name}: {f'{count} program(s)' if count else 'not called yet'})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, traced before or now."""
@@ -512,6 +609,16 @@ class Lazy:
             f"superoptimize({self._fn.__qualname__}): it decorates a method; decorate a function, "
             "or call cutesuper.superoptimize(module, example_inputs)"
         )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _without_rows(leaf: Any) -> Any:
+    """The facts of an argument without its first extent."""
+    facts = _facts(leaf)
+    return (facts[0][1:], leaf.dim(), *facts[1:]) if _has_rows(leaf) else facts
 
 
 def _facts(leaf: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.report import narrow
 from cutesuper.runtime.calling import Picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.torch.compile.call_form import Border, Form, border_of, form_of, stand_ins, state_of
@@ -206,14 +207,28 @@ class TracedProgram:
 
     def explain(self) -> str:
         """The place of each region, and how its program was found, verified and priced."""
-        parts = [f"{self._name}: {len(self.regions)} region(s)"]
+        trace = self._latest
+        rest = sum(n.us for n in trace.outside)
+        ours = sum(r.kernel.predicted_us for r in self.regions)
+        parts = [
+            f"{self._name}: {len(self.regions)} region(s), {ours:.2f} us predicted"
+            + (f", and {rest:.2f} us at least of PyTorch's operators" if rest else "")
+        ]
         for i, r in enumerate(self.regions):
             parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
-        if self._latest.outside:
-            parts.append("\n".join(left_text(self._latest.outside)))
-        return "\n\n".join(parts)
+        if trace.outside:
+            parts.append("\n".join(left_text(trace.outside)))
+        return narrow("\n\n".join(parts))
 
     # ------------------------------------------------------------------------------------- calling
+
+    def takes(self, *args: Any, **kwargs: Any) -> bool:
+        """True if it can be called with these arguments without being traced for their shapes."""
+        try:
+            self._border.leaves(args, kwargs)
+        except (CutesuperError, RuntimeError, ValueError, TypeError, AssertionError):
+            return False
+        return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program; trace it first if necessary.
