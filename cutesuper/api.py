@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from cutesuper import pipeline
 from cutesuper.errors import GraphError, OptionError
@@ -25,7 +25,8 @@ def superoptimize(program: KernelGraph, /, **options: Any) -> Kernel: ...
 @overload
 def superoptimize(
     program: Callable[..., Any], example_inputs: Sequence[Any], /, *,
-    example_kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None, **options: Any,
+    example_kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None,
+    rest: Literal["refuse", "torch"] = "refuse", **options: Any,
 ) -> TracedProgram: ...  # fmt: skip
 
 
@@ -56,7 +57,9 @@ def superoptimize(
         dynamic_shapes: extents that may differ from call to call, as for ``torch.export.export``:
             ``{"x": {0: torch.export.Dim("batch")}}``. The first extents of a tensor only.
         options: ``target``, ``dependent_launch``, ``seed``, ``budget_s``, ``executor``, ``tuned``,
-            ``on_progress``, ``cache``, see `cutesuper.pipeline.superoptimize`.
+            ``gradients``, ``on_progress``, ``cache``, see `cutesuper.pipeline.superoptimize`. For a
+            function or module also ``rest``: "refuse" raises if no kernel computes a part of it,
+            "torch" leaves such parts to PyTorch (``explain()`` says which, why, and their cost).
 
     Returns:
         A `Kernel` for a kernel graph; for PyTorch a `TracedProgram`, which is called like the

@@ -40,6 +40,10 @@ class ShapeError(CutesuperError, ValueError):
     """Ranks or extents that do not fit together."""
 
 
+class RangeError(CutesuperError, IndexError):
+    """An index of no row of a tensor."""
+
+
 class DTypeError(CutesuperError, TypeError):
     """An element type that is unknown or not allowed here."""
 
@@ -116,6 +120,7 @@ __all__ = [
     "OperatorError",
     "OptionError",
     "PatchError",
+    "RangeError",
     "ScheduleError",
     "SearchError",
     "ShapeError",

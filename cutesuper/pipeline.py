@@ -127,6 +127,7 @@ def superoptimize(
     budget_s: float | None = None,
     executor: Executor | None = None,
     tuned: bool = True,
+    gradients: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     cache: KernelCache | None = None,
 ) -> Kernel:
@@ -143,6 +144,8 @@ def superoptimize(
             with; the result is the same. One search takes seconds: it pays for whole layers.
         tuned: if `cutesuper.tune` has stored a program for this graph, target and launch mode,
             verify and use it without a search. False: always the cost model's choice.
+        gradients: make the kernels of gradients at the first call that records them; False: at the
+            first ``backward()``, which then runs the program once more.
         on_progress: called with the search's `Progress`; default: a line on standard error, if
             that is a terminal.
         cache: the store of compiled kernels; default ``~/.cache/cutesuper``.
@@ -160,10 +163,11 @@ def superoptimize(
         CacheError: others can write the folder of compiled kernels; says how to mend that.
     """
     check_graph("superoptimize", graph)
+    check_options(gradients=gradients)
     options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)
     cache = cache_or_default(cache)
     with progress_bar() as show:
-        return Prospect(graph, options, cache, on_progress or show).kernel()
+        return Prospect(graph, options, cache, on_progress or show).kernel(gradients)
 
 
 class Prospect:
@@ -200,9 +204,10 @@ class Prospect:
         self.cost_us = found[1].candidate.cost_us
         self._found = [(hints, found)]
 
-    def kernel(self) -> Kernel:
-        """The compiled kernel. Raises CompileError."""
-        return Kernel(self.graph, self.options.target, self._variant, partial(gradient_of, self))
+    def kernel(self, gradients: bool = False) -> Kernel:
+        """The compiled kernel; ``gradients`` as for `superoptimize`. Raises CompileError."""
+        how = partial(gradient_of, self)
+        return Kernel(self.graph, self.options.target, self._variant, how, deferred=not gradients)
 
     def another(self, graph: KernelGraph) -> Prospect:
         """A prospect for another graph with the same options. Raises like `Prospect`."""

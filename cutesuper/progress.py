@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
 from cutesuper.search.search import Progress
+
+#: the bar on the terminal, to which work inside of other work adds a line
+_shown: list[Bar] = []
 
 _STAGES = {"kernels": "searching kernels", "verify": "verifying", "done": "searched"}
 
@@ -22,16 +26,50 @@ def progress_bar(console: Console | None = None) -> Iterator[Callable[[Progress]
     Args:
         console: default: standard error.
     """
-    console = console or Console(stderr=True)
-    text = TextColumn("{task.description}")
-    columns = (SpinnerColumn(), BarColumn(20), text, TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with _bar(console) as bar:
         task = bar.add_task("searching", total=None)
 
         def show(p: Progress) -> None:
             bar.update(task, description=describe(p), completed=p.done, total=p.total or None)
 
         yield show
+        bar.remove_task(task)
+
+
+@contextmanager
+def counting(total: int, console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the name of the next of some pieces of work; as `progress_bar`.
+
+    Args:
+        total: number of pieces.
+        console: default: standard error.
+    """
+    with _bar(console) as bar:
+        task = bar.add_task("", total=total)
+        begun = count()
+
+        def show(name: str) -> None:
+            n = next(begun)
+            bar.update(task, description=f"{n + 1} of {total}: {name}", completed=n)
+
+        yield show
+        bar.remove_task(task)
+
+
+@contextmanager
+def _bar(console: Console | None) -> Iterator[Bar]:
+    if _shown:
+        yield _shown[-1]
+        return
+    console = console or Console(stderr=True)
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), BarColumn(20), text, TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        _shown.append(bar)
+        try:
+            yield bar
+        finally:
+            _shown.remove(bar)
 
 
 def describe(p: Progress) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Callable
+from math import ceil
 from typing import TYPE_CHECKING
 
 from cutesuper.ir.graph import KernelGraph
@@ -10,6 +13,7 @@ from cutesuper.ir.graph_text import kernel_graph_text
 from cutesuper.ir.text import mugraph_text
 from cutesuper.skeletons.planner import KernelPlan
 from cutesuper.skeletons.registry import skeleton_of
+from cutesuper.targets.roofline import baseline, eager, traffic, work
 
 if TYPE_CHECKING:
     from cutesuper.pipeline import Choice, Options
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 
 #: number of alternatives in a report
 ALTERNATIVES = 5
+#: most columns of a line
+WIDTH = 120
 
 
 def variant_report(
@@ -28,25 +34,92 @@ def variant_report(
     choice: Choice,
     steps: tuple[CompiledStep, ...],
 ) -> Callable[[], str]:
-    """The full report on one compiled program, section by section, when it is asked for; what
-    comes of the search is written now, so that its other candidates need not be kept."""
+    """The full report on one compiled program, a summary of ten lines, then section by section,
+    when it is asked for; what comes of the search is written now, so that its other candidates need
+    not be kept."""
     sections = {
         "program": kernel_graph_text(graph),
-        "search": stored_text(choice.stored) if choice.stored else search_text(result),
+        "search": stored_text(choice.stored) if choice.stored else search_text(options, result),
         "muGraph": mugraph_text(choice.candidate.mugraph),
         "verification": choice.verification.summary(),
         "cost": cost_text(choice.candidate),
         "alternatives": alternatives_text(result, choice),
     }
-    head = f"optimized for {options.target.name} ({options.target.arch})"
+    head = summary_text(graph, options, result, choice, steps)
     known = [head, *(f"== {name} ==\n{text}" for name, text in sections.items())]
 
     def report() -> str:
         plan = "\n\n".join(plan_text(s.name, s.plan) for s in steps)
         figures = "\n".join(figures_text(s) for s in steps)
-        return "\n\n".join([*known, f"== plan ==\n{plan}", f"== compiled ==\n{figures}"])
+        return narrow("\n\n".join([*known, f"== plan ==\n{plan}", f"== compiled ==\n{figures}"]))
 
     return report
+
+
+def narrow(text: str) -> str:
+    """A text with long lines folded, words whole."""
+    return "\n".join(part for line in text.split("\n") for part in _folded(line))
+
+
+def _folded(line: str) -> list[str]:
+    if len(line) <= WIDTH:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def summary_text(
+    graph: KernelGraph,
+    options: Options,
+    result: SearchResult,
+    choice: Choice,
+    steps: tuple[CompiledStep, ...],
+) -> str:
+    """The first screen of a report: what was made, how fast it is, how sure that is."""
+    target, candidate = options.target, choice.candidate
+    us = choice.stored.measured.median_us if choice.stored else candidate.cost_us
+    said = f"{us:.2f} us {'measured' if choice.stored else 'predicted'}"
+    others = f"Inductor {baseline(graph, target).us:.2f} us, eager {eager(graph, target).us:.2f} us"
+    moved, flops = traffic(graph), work(graph)
+    rows = {
+        "kernels": f"{len(steps)}: {', '.join(s.name for s in steps)}",
+        "time": f"{said}; by a roofline {others}",
+        "memory": f"{moved / 1e6:.3f} MB at least, {moved / us / 1e3:,.0f} GB/s "
+                  f"of {target.bandwidth / 1e9:,.0f}",
+        "products": f"{flops / 1e9:.3f} GFLOP, {flops / us / 1e6:,.1f} TFLOP/s "
+                    f"of {target.tensor_flops / 1e12:,.0f}" if flops else "none",
+        "equal": _certainty(choice),
+        "search": _search_line(options, result, choice),
+        "left out": f"{result.statistics.pruned.total()} programs; "
+                    f"{len(choice.refused)} better one(s) could not be run",
+    }  # fmt: skip
+    head = f"optimized for {target.name} ({target.arch})"
+    return "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows.items())])
+
+
+def _certainty(choice: Choice) -> str:
+    v = choice.verification
+    bound = "" if v.bound_log2 is None else f", wrong with less than 2^{ceil(v.bound_log2)}"
+    return f"verified in {v.trials} trials over finite fields{bound}"
+
+
+def _search_line(options: Options, result: SearchResult, choice: Choice) -> str:
+    if choice.stored:
+        return "none, a tuned program"
+    s = result.statistics
+    found = f"{s.seconds:.2f} s, {s.programs} programs, {s.verified} verified"
+    return found if s.complete else f"{found}; {cut_text(options, result)}"
+
+
+def cut_text(options: Options, result: SearchResult) -> str:
+    """The reason why a search that is not complete ended."""
+    if result.statistics.interrupted:
+        return "cut short by Ctrl-C: there may be a faster program"
+    if options.budget_s is None:
+        return "cut short, a part of it took too long: there may be a faster program"
+    return f"cut short by the budget of {options.budget_s:g} s: there may be a faster program"
 
 
 def stored_text(entry: Entry) -> str:
@@ -65,7 +138,7 @@ def stored_text(entry: Entry) -> str:
     )
 
 
-def search_text(result: SearchResult) -> str:
+def search_text(options: Options, result: SearchResult) -> str:
     """Statistics of the search: explored and omitted programs."""
     s = result.statistics
     lines = [
@@ -78,7 +151,9 @@ def search_text(result: SearchResult) -> str:
             f"{s.seconds:.2f} s, peak {s.peak_mb:.0f} MB"
         ),
     ]
-    lines += [f"left out: {count} x {reason}" for reason, count in s.pruned.most_common()]
+    if not s.complete:
+        lines.append(cut_text(options, result))
+    lines += [f"left out: {count} x {reason}" for reason, count in s.pruned.most_common() if count]
     return "\n".join(lines)
 
 
@@ -90,7 +165,8 @@ def cost_text(candidate: Candidate) -> str:
 
 def alternatives_text(result: SearchResult, choice: Choice) -> str:
     """The next best candidates, and better ones that could not be run."""
-    lines = [f"refused: {reason}" for reason in choice.refused]
+    refused = Counter(choice.refused)
+    lines = [f"refused: {n} x {why}" if n > 1 else f"refused: {why}" for why, n in refused.items()]
     others = [c for c in result.candidates if c is not choice.candidate]
     lines += [f"{c.cost_us:8.2f} us  {c.structure}" for c in others[:ALTERNATIVES]]
     return "\n".join(lines) or "none"

@@ -31,6 +31,7 @@ from torch.nn import functional  # noqa: E402
 from cutesuper import measure, pipeline  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.targets.roofline import baseline  # noqa: E402
 from cutesuper.torch.compile import (  # noqa: E402
     ahead,
     backend,
@@ -42,7 +43,6 @@ from cutesuper.torch.compile import (  # noqa: E402
     selection,
     whole,
 )
-from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
 from cutesuper.torch.compile.likeness import Likeness  # noqa: E402
 from cutesuper.torch.compile.options import read_options  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
@@ -795,21 +795,27 @@ def test_the_text_of_a_report() -> None:
         (
             RegionReport("model.py:3-5", 12, taken, case.Seconds(1.25, 0.5, 12.0)),
             RegionReport("model.py:9", 1, refused),
+            RegionReport("model.py:11", 1, refused),
         ),
         (OutsideReport("aten.sort is no operator", tuple(f"model.py:{n}" for n in range(6)), 7),),
         3.5,
     )
     report = Report(read_options({}), (graph,))
     expected = """\
-take='faster': 1 of 2 region(s) taken
+take='faster': 1 of 3 region(s) taken
+  decided in 3.5 s; 7 operator(s) are in no region
+  taken: 9.0 us, Inductor's code 12.0 us
+  without a price: 2 region(s), as of element-wise work
+  takes long: model.py:3-5, 12.0 us of Inductor's
 
-graph 0 (forward): 1 of 2 region(s) taken, decided in 3.5 s
+graph 0 (forward): 1 of 3 region(s) taken, decided in 3.5 s
   region        operators  kernels  us, model     us, measured  s: search  compile  trial
-  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  1.2        0.5      12.0   taken: 9.0 us, Inductor's code 12.0 us
-  model.py:9    1          -        -             -             0.0        0.0      0.0    not taken: no kernels: nothing fits
+  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  1.2        0.5      12.0   taken
+  taken: 9.0 us, Inductor's code 12.0 us (model.py:3-5)
+  2 x not taken: no kernels: nothing fits (model.py:9, model.py:11)
   model.py:3-5 k0: y = relu(x)
   outside, 7 x aten.sort is no operator (model.py:0, model.py:1, model.py:2, model.py:3 and 2 more)\
-"""  # noqa: E501
+"""
     assert str(report) == expected
 
 

@@ -335,7 +335,7 @@ def test_first_calls_keep_nothing(uncollected: None) -> None:
 
     def recovered(t: Tensor) -> Tensor:
         with suppress(GraphError):
-            refused(row, t[:2, :1].contiguous())
+            refused(row, t[:2, :1].contiguous()).sum().backward()
         return t.detach() * 2
 
     assert gone_after(recovered)
@@ -407,12 +407,36 @@ def test_threads_make_one_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     real = kernel._differentiate
     kernel._differentiate = lambda *args: (made.append(args), real(*args))[1]  # type: ignore[misc]
     leaves = CASES["norm and linear"].draw(torch.float32)
-    threads = [threading.Thread(target=kernel, args=leaves) for _ in range(4)]
+    calls = [kernel(*leaves).sum() for _ in range(4)]
+    assert not made
+    threads = [threading.Thread(target=y.backward) for y in calls]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_gradients_are_made_when_they_are_needed_or_asked_for(
+    gradients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsearched(monkeypatch)
+    case = CASES["norm and linear"]
+    graph = kernel_of("norm and linear").graph
+    kernel = cs.superoptimize(graph, target="h200", gradients=gradients)
+    leaves = case.draw(torch.float32)
+    y = kernel(*leaves)
+    assert y.requires_grad and len(kernel._gradients) == gradients
+    y.sum().backward()
+    first = [t.grad for t in leaves]
+    second = torch.autograd.grad(kernel(*leaves).sum(), leaves)  # with values that are kept
+    for mine, later, exact in zip(
+        first, second, torch.autograd.grad(case.theirs(*leaves).sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine, later, rtol=1e-4, atol=1e-4)
+    assert len(kernel._gradients) == 1
 
 
 def test_a_training_loop(quick: None) -> None:
@@ -496,7 +520,7 @@ def long_rows(rows: Dim) -> Kernel:
 
 
 def test_a_gradient_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of the rows is found; that of the factors is refused in the forward call, and
+    """The gradient of the rows is found; that of the factors is refused when it is asked for, and
     not searched for again."""
     uncompiled(monkeypatch)
     kernel = long_rows(cs.symbol("M", 4))
@@ -508,11 +532,13 @@ def test_a_gradient_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         r"kernel\(x\[M, 262145\], .*\): no kernels compute the gradient of y: .*cluster holds 26214"
         r".*Make M a number, call it under torch\.no_grad\(\), detach .*torch\.compile.*cutesuper\."
     )
+    y = kernel(x.detach(), s)
+    assert torch.equal(y, x * s)
     with pytest.raises(GraphError, match=message):
-        kernel(x.detach(), s)
+        y.sum().backward()
     monkeypatch.setattr("cutesuper.differentiate._cheapest", None)
     with pytest.raises(GraphError, match=message):
-        kernel(x.detach(), s)
+        kernel(x.detach(), s).sum().backward()
     with torch.no_grad():
         assert kernel(x, s).shape == x.shape
 
@@ -695,8 +721,10 @@ def test_what_changes_gradients_and_not_values_is_refused(
     x = leaf(4, 64)
     with torch.set_grad_enabled(recorded):
         program = cs.superoptimize(fn, (x,), target="h200")
+    y = program(x)
+    torch.testing.assert_close(y, fn(x))
     with pytest.raises(GraphError, match=rf"requires a gradient, and it .*{message}.*take that"):
-        program(x)
+        y.sum().backward()
     torch.testing.assert_close(program(x.detach()), fn(x.detach()))
     assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
 

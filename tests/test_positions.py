@@ -298,7 +298,7 @@ def parts(fn: Any, inputs: Any) -> Partition:
 
 
 def regions(fn: Any, inputs: Any) -> tuple[Region, ...]:
-    return trace.regions_of(exported(fn, inputs), "fn")
+    return trace.regions_of(exported(fn, inputs), "fn")[0]
 
 
 @pytest.mark.parametrize("name", ["bool", "added", "keys from 1"])

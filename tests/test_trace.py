@@ -7,6 +7,7 @@ import functools
 import inspect
 import pickle
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cutesuper as cs
-from cutesuper.errors import GraphError, OptionError, SearchError, ShapeError, TraceError
+from cutesuper.errors import (
+    GraphError,
+    OptionError,
+    RangeError,
+    SearchError,
+    ShapeError,
+    TraceError,
+)
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.torch.compile import trace
 from cutesuper.torch.compile.partition import partition
@@ -75,6 +83,31 @@ def test_products_of_one_operand_are_one_region(monkeypatch: pytest.MonkeyPatch)
     program = traced(monkeypatch, projections, (X[:1], *weights, randn(16)))
     assert operators(program) == [["matmul", "matmul", "relu", "matmul", "add"]]
     check(program, projections, (X[:1], *weights, randn(16)))
+
+
+LOOKUPS: dict[str, tuple[Any, int]] = {  # the program, and the last index from the end, or 0
+    "embedding": (lambda w, i: F.embedding(i, w) * 2, 0),
+    "rows of a table": (lambda w, i: w[i] * 2, -8),
+    "index_select": (lambda w, i: w.index_select(0, i) * 2, 0),
+    "index_copy": (lambda w, i: w.index_copy(0, i, w[:3] * 2), 0),
+    "index_put": (lambda w, i: w.index_put((i,), w[:3] * 2), -8),
+    "an index of two tables": (lambda w, i: F.embedding(i, w) + w[:4][i], 0),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_wrong_indices_are_an_error_where_pytorch_raises(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fn, first = LOOKUPS[name]
+    table, index = randn(8, 32), torch.tensor([1, 2, 3])
+    program = traced(monkeypatch, fn, (table, index))
+    check(program, fn, (table, torch.tensor([1, 2, first])))
+    for wrong in (8, first - 1):
+        with pytest.raises(IndexError):
+            fn(table, torch.tensor([1, 2, wrong]))
+        with pytest.raises(RangeError, match=f"index {wrong} is out of bounds"):
+            program(table, torch.tensor([1, 2, wrong]))
 
 
 class Masked(nn.Module):
@@ -286,10 +319,27 @@ def test_dimensions_of_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     check(traced(monkeypatch, fn, (X,)), fn, (X,))
 
 
-def test_nothing_is_computed_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = r"add.Tensor, at .*test_trace\.py:.* reads an empty tensor, \[0, 32\]; there is nothing"
-    with pytest.raises(TraceError, match=text):
-        traced(monkeypatch, lambda x: x + 1, (torch.zeros(0, 32),))
+SMALL: dict[str, tuple[Any, Any]] = {
+    "no rows": (lambda x, w: F.rms_norm(x, (32,)) @ w, (randn(0, 32), randn(32, 8))),
+    "no columns": (lambda x, w: x @ w + 1, (randn(4, 0), randn(0, 8))),
+    "a sum of nothing": (lambda x: x.sum(0), (randn(0, 32),)),
+    "a number": (lambda x: torch.exp(x) * 2, (torch.tensor(0.5),)),
+    "one element": (lambda x, y: (x @ y).relu() + 1, (randn(1, 1), randn(1, 1))),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_pytorch_computes_what_is_too_small_for_kernels(name: str) -> None:
+    fn, inputs = SMALL[name]
+    program = cs.superoptimize(fn, inputs, target="h200")
+    check(program, fn, inputs)
+    assert program.outside
+
+
+def test_a_batch_may_be_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"x": {0: torch.export.Dim("rows")}}
+    program = traced(monkeypatch, lambda x: F.rms_norm(x, (32,)), (X[0],), dynamic_shapes=rows)
+    assert program(X[0, :0].clone()).shape == (0, 32)
 
 
 def _biased(x: Tensor, w: Tensor) -> Tensor:
@@ -510,6 +560,43 @@ def test_decorator_traces_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(scaled(x), x * 2 + 1) and len(made) == 1
     assert torch.equal(scaled(x, factor=3.0), x * 3 + 1) and len(made) == 2
     assert torch.equal(scaled(x[:2].clone()), x[:2] * 2 + 1) and len(made) == 3
+
+
+def test_decorated_functions_share_a_program_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(trace, "optimize_graph", lambda g, **_: (made.append(g), Reference(g))[1])
+
+    @cs.superoptimize(target="h200")
+    def projected(x: Tensor, w: Tensor) -> Tensor:
+        return F.rms_norm(x, (32,)) @ w
+
+    @cs.superoptimize
+    def counted(x: Tensor) -> Tensor:
+        return x * x.shape[0]
+
+    weights = randn(32, 8), randn(32, 16)
+    for w in weights:
+        for rows in (8, 3, 70, 1):
+            check(projected, lambda x, w: F.rms_norm(x, (32,)) @ w, (randn(rows, 32), w))
+    assert len(made) == 4  # one for the first rows, one for all others, of each weight
+    for rows in (8, 3):
+        check(counted, lambda x: x * x.shape[0], (randn(rows, 32),))
+    assert len(made) == 6
+
+
+def test_a_decorated_function_can_be_looked_at(tmp_path: Path) -> None:
+    @cs.superoptimize(target="h200")
+    def scaled(x: Tensor) -> Tensor:
+        return x * 2
+
+    assert repr(scaled).endswith("scaled: not called yet)")
+    with pytest.raises(TraceError, match=r"scaled.*explain\(\): it is traced at its first call"):
+        scaled.explain()
+    scaled(randn(4, 64))
+    assert repr(scaled).endswith("scaled: 1 program(s))")
+    assert scaled.explain() == scaled.program(randn(4, 64)).explain()
+    scaled.draw(tmp_path / "scaled.svg")
+    assert (tmp_path / "scaled.svg").read_text().startswith("<svg")
 
 
 def test_a_module_that_changes_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "look_every": (_is_count(1), "an int of at least 1, steps between looks at the device"),
     "on_tokens": (lambda v: v is None or callable(v), "a function of one argument, or None"),
     "dependent_launch": _FLAG,
+    "gradients": _FLAG,
     "tuned": _FLAG,
     "constant": _FLAG,
     "full": _FLAG,

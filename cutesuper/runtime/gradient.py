@@ -2,7 +2,9 @@
 them.
 
 `Kernel.gradient` makes a `Gradient`; a call with inputs that require gradients runs it as one
-operator of PyTorch's autograd.
+operator of PyTorch's autograd. Until there is one, calls run the program as it is (`Deferred`), and
+the first backward pass makes the `Gradient`: most calls that record gradients never need them, as
+those of a model in ``eval()`` outside of ``torch.no_grad``.
 """
 
 from __future__ import annotations
@@ -46,19 +48,16 @@ class Gradient:
     forward: Kernel
     backward: Kernel | None
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the program and return its outputs, recorded by autograd.
+    def run(
+        self, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The outputs of the program, and what `ready` takes. Raises like a `Kernel`."""
+        made = self.forward(list(inputs))
+        return made[: len(self.graph.outputs)], self.kept(inputs, made)
 
-        Args:
-            inputs: of the program.
-
-        Raises:
-            ShapeError, DTypeError, LayoutError, DeviceError: as for a `Kernel`.
-            OperatorError: under a transform of ``torch.func``.
-        """
-        if torch._C._are_functorch_transforms_active():
-            raise OperatorError(f"kernel(...): {TRANSFORMED}")
-        return list(_Recorded.apply(self, *inputs))
+    def ready(self, kept: Sequence[torch.Tensor]) -> tuple[Gradient, Sequence[torch.Tensor]]:
+        """The derivative, and the tensors kept for it."""
+        return self, kept
 
     # ------------------------------------------------------------------------------------- wiring
 
@@ -81,12 +80,7 @@ class Gradient:
     @cached_property
     def constant(self) -> tuple[int, ...]:
         """Indices of the program's outputs that depend on no input of ``wrt``."""
-        nodes = self.graph.nodes
-        found = {i for i in self.graph.inputs if nodes[i].name in self.wrt}
-        for i, n in enumerate(nodes):
-            if found.intersection(n.inputs):
-                found.add(i)
-        return tuple(n for n, i in enumerate(self.graph.outputs) if i not in found)
+        return _constant(self.graph, self.wrt)
 
     def kept(
         self, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
@@ -125,29 +119,99 @@ class Gradient:
         return found
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """A call of a program without its derivative, which is made if the call is differentiated.
+
+    Attributes:
+        kernel: the program.
+        wrt: as for `Gradient`.
+    """
+
+    kernel: Kernel
+    wrt: tuple[str, ...]
+
+    @property
+    def graph(self) -> KernelGraph:
+        """The definition of the program."""
+        return self.kernel.graph
+
+    @property
+    def constant(self) -> tuple[int, ...]:
+        """See `Gradient`."""
+        return _constant(self.graph, self.wrt)
+
+    def run(
+        self, inputs: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """The outputs of the program, and what `ready` takes. Raises like a `Kernel`."""
+        return self.kernel(list(inputs)), inputs
+
+    def ready(self, kept: Sequence[torch.Tensor]) -> tuple[Gradient, Sequence[torch.Tensor]]:
+        """The derivative, made now, and the tensors kept for it: the program is run once more if
+        that are more than its inputs.
+
+        Raises:
+            GraphError: there is none; says why.
+            DeviceError: it would have to be made while a CUDA graph is captured.
+        """
+        if kept[0].is_cuda:
+            self.kernel.refuse_new_gradient(self.wrt)
+        gradient = self.kernel.gradient(*self.wrt)
+        made = gradient.forward(list(kept)) if gradient.split.saved else []
+        return gradient, gradient.kept(kept, made)
+
+
+def _constant(graph: KernelGraph, wrt: Sequence[str]) -> tuple[int, ...]:
+    nodes = graph.nodes
+    found = {i for i in graph.inputs if nodes[i].name in wrt}
+    for i, n in enumerate(nodes):
+        if found.intersection(n.inputs):
+            found.add(i)
+    return tuple(n for n, i in enumerate(graph.outputs) if i not in found)
+
+
+def recorded(gradient: Gradient | Deferred, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a program and return its outputs, recorded by autograd.
+
+    Args:
+        gradient: of the program.
+        inputs: of the program.
+
+    Raises:
+        ShapeError, DTypeError, LayoutError, DeviceError: as for a `Kernel`.
+        OperatorError: under a transform of ``torch.func``.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise OperatorError(f"kernel(...): {TRANSFORMED}")
+    return list(_Recorded.apply(gradient, *inputs))
+
+
 class _Recorded(torch.autograd.Function):
     """A call of a program as one operator of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Gradient, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = gradient.forward(list(inputs))
-        results = tuple(made[: len(gradient.graph.outputs)])
+    def forward(
+        ctx: Any, gradient: Gradient | Deferred, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        made, kept = gradient.run(inputs)
+        results = tuple(made)
         ctx.gradient = gradient
         ctx.shapes = [t.shape for t in (*inputs, *results)]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(results[n] for n in gradient.constant))
-        ctx.save_for_backward(*gradient.kept(inputs, made))
+        ctx.save_for_backward(*kept)
         return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Maybe) -> tuple[Maybe, ...]:
         if torch._C._are_functorch_transforms_active() or any(map(_is_batched, cotangents)):
             raise OperatorError(f"kernel(...): {TRANSFORMED}")
-        gradient: Gradient = ctx.gradient
-        kept = ctx.saved_tensors
+        made_or_not: Gradient | Deferred = ctx.gradient
         if all(t is None for t in cotangents):
-            return (None,) * (1 + len(gradient.graph.inputs))
+            return (None,) * (1 + len(made_or_not.graph.inputs))
         with torch.no_grad():
+            gradient, kept = made_or_not.ready(ctx.saved_tensors)
             found = gradient.pulled_back(kept, cotangents, ctx.shapes)
         if torch.is_grad_enabled():  # create_graph=True
             places = [n for n, t in enumerate(found) if t is not None]

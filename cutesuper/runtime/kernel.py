@@ -201,10 +201,10 @@ Differentiate = Callable[["Kernel", tuple[str, ...]], "Gradient"]
 class Kernel(Program):
     """A superoptimized program; calling it is described in `Program`.
 
-    Inputs that require gradients get them: the first call with some set of them makes two further
-    programs (`gradient`), which such calls run. A derivative of a derivative is refused. Calls that
-    need new programs, of another bucket of sizes or with gradients, are refused while a CUDA graph
-    is captured.
+    Inputs that require gradients get them: the first ``backward()`` with some set of them makes two
+    further programs (`gradient`), which later calls run. A derivative of a derivative is refused.
+    What needs new programs, of another bucket of sizes or of gradients, is refused while a CUDA
+    graph is captured.
 
     Attributes:
         graph: the definition.
@@ -215,6 +215,7 @@ class Kernel(Program):
         make_variant: makes the program for some hints of the symbols.
         differentiate: see `Differentiate`; None: there are no gradients.
         single: True if the program for the graph's hints serves all extents, whatever their bucket.
+        deferred: False if the first call that records gradients makes their programs.
     """
 
     def __init__(
@@ -225,15 +226,17 @@ class Kernel(Program):
         differentiate: Differentiate | None = None,
         *,
         single: bool = False,
+        deferred: bool = True,
     ) -> None:
         super().__init__(graph, target.arch)
         self._single = single
+        self._deferred = deferred
         self.target = target
         self._defined = Defined(graph, "superoptimize the graph again")
         self._make_variant = make_variant
         self._differentiate = differentiate
         self._gradients: Kept[tuple[str, ...], Gradient | GraphError] = Kept()
-        self._recorded: dict[tuple[str, ...], Gradient | None] = {}
+        self._reached: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._variants: Kept[tuple[int, ...], Variant] = Kept()
         self._main = self._variant(tuple(bucketed(graph).values()))
 
@@ -272,7 +275,7 @@ class Kernel(Program):
 
         Returns:
             The programs run by calls in which just these inputs require gradients; compiled now if
-            no call has done so.
+            that has not been done.
 
         Raises:
             GraphError: an input without a gradient, or no kernels compute it; says why.
@@ -307,18 +310,29 @@ class Kernel(Program):
                 "what is written to out= has none; leave out= out, or call it under "
                 "torch.no_grad()",
             )
-        if names not in self._recorded:
-            there = self._having_gradients(names)
-            if there and there not in self._gradients and inputs[0].is_cuda:
-                refuse_capture(f"{self!r} with gradients of {', '.join(there)}")
-            self._recorded[names] = self.gradient(*there) if there else None
-        gradient = self._recorded[names]
-        if gradient is None:
+        there = self._reached.get(names)
+        if there is None:
+            there = self._reached[names] = self._having_gradients(names)
+        if not there:
             import torch
 
             with torch.no_grad():
                 return self._run(inputs, None)
-        return gradient(inputs)
+        from cutesuper.runtime.gradient import Deferred, recorded
+
+        gradient = self._gradients.get(there)
+        if gradient is None and not (self._deferred and self._differentiate):
+            if inputs[0].is_cuda:
+                self.refuse_new_gradient(there)
+            gradient = self.gradient(*there)
+        if gradient is None or isinstance(gradient, GraphError):
+            gradient = Deferred(self, there)
+        return recorded(gradient, inputs)
+
+    def refuse_new_gradient(self, names: tuple[str, ...]) -> None:
+        """Raise DeviceError for programs that would have to be made in a capture."""
+        if names not in self._gradients:
+            refuse_capture(f"{self!r} with gradients of {', '.join(names)}")
 
     def _having_gradients(self, names: tuple[str, ...]) -> tuple[str, ...]:
         try:
@@ -337,6 +351,11 @@ class Kernel(Program):
     def mugraph(self) -> MuGraph:
         """The program that was chosen (for the symbols' hints)."""
         return self._main.mugraph
+
+    @property
+    def predicted_us(self) -> float:
+        """Microseconds of `kernels` by the cost model; 0 for a program that was given."""
+        return sum(cost.total for cost in self._main.costs)
 
     @property
     def kernels(self) -> tuple[CompiledStep, ...]:

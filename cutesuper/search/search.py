@@ -68,6 +68,7 @@ class Statistics(Counts):
         seconds: wall time.
         peak_mb: largest resident memory of this process so far.
         complete: True if everything was searched; False after a budget or an interrupt.
+        interrupted: True after an interrupt (Ctrl-C).
     """
 
     verified: int = 0
@@ -75,6 +76,7 @@ class Statistics(Counts):
     seconds: float = 0.0
     peak_mb: float = 0.0
     complete: bool = True
+    interrupted: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class _Search:
         except KeyboardInterrupt:
             if not candidates:
                 raise
-            self.statistics.complete = False
+            self.statistics.complete, self.statistics.interrupted = False, True
         if not candidates:
             raise SearchError(
                 f"search: the verifier rejected all {len(self._verdicts)} structures that were "
@@ -396,7 +398,7 @@ class _Search:
                 self._report("kernels")
         except KeyboardInterrupt as interrupt:
             self._interrupt = interrupt
-            self.statistics.complete = False
+            self.statistics.complete, self.statistics.interrupted = False, True
 
     def _search_all(self, todo: dict[Region, SearchOptions]) -> Iterator[tuple[Region, Found]]:
         if self.executor is not None:

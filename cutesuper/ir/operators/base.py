@@ -460,7 +460,8 @@ class Constant(Operator):
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         # zero dimensions: PyTorch then promotes to the other operand's element type
-        return torch_module().tensor(attributes["value"], dtype=torch_module().float64)
+        # (made by an operator, which other programs can trace)
+        return torch_module().full((), attributes["value"], dtype=torch_module().float64)
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return a.constant(attributes["value"])

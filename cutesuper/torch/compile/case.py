@@ -14,8 +14,8 @@ import torch
 
 from cutesuper import measure
 from cutesuper.targets import Target
+from cutesuper.targets.roofline import baseline
 from cutesuper.torch.compile import records
-from cutesuper.torch.compile.inductor_model import baseline
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.partition import halves
 from cutesuper.torch.compile.region import Region

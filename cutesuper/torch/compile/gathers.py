@@ -8,7 +8,7 @@ end. Where such a copy closes ``put_rows``, the kernel writes the rows into the 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -37,6 +37,9 @@ _INDICES = (torch.int32, torch.int64)
 class TakeRows(Entry):
     """``table[index]``; the table and the index are read where they lie."""
 
+    #: True if indices may count from the end
+    backwards: ClassVar[bool] = False
+
     def operands(self, a: Arguments) -> tuple[Any, Any]:
         """The table and the index; None for an index along another dimension, or several."""
         return a["self"], a["index"] if a["dim"] == 0 else None
@@ -62,7 +65,7 @@ class TakeRows(Entry):
         table, index = self.operands(a)
         own = b.value(table)
         rest = b.groups(tuple(p for d in own.dims[1:] for p in leaves(d))) or (None,)
-        taken, slots = b.index(node, index)
+        taken, slots = b.index(node, index, _limits(fake(table), 0, self.backwards))
         rows = b.read(node, table, (*b.groups(leaves(own.dims[0])), *rest))
         return Built(b.g.take_rows(rows, taken), (*slots, *rest))
 
@@ -79,9 +82,17 @@ class Embedding(TakeRows):
 class Index(TakeRows):
     """A tensor with an index in its first place."""
 
+    backwards: ClassVar[bool] = True
+
     def operands(self, a: Arguments) -> tuple[Any, Any]:
         first, *others = a["indices"]
         return a["self"], first if all(i is None for i in others) else None
+
+
+def _limits(table: torch.Tensor, dim: int, backwards: bool) -> tuple[int, int]:
+    """The first index of a dimension, and the one behind the last, that PyTorch takes."""
+    count = int(table.shape[dim])
+    return -count if backwards else 0, count
 
 
 def closing_copy(node: fx.Node) -> fx.Node | None:
@@ -103,6 +114,9 @@ def _records(nodes: Iterable[fx.Node]) -> bool:
 @enter("aten.index_copy.default")
 class PutRows(Entry):
     """A tensor with rows at the places that an index names."""
+
+    #: True if places may count from the end
+    backwards: ClassVar[bool] = False
 
     def operands(self, a: Arguments) -> tuple[Any, Any, Any, int]:
         """The tensor, the index, the rows, and the dimension; no index for several."""
@@ -144,7 +158,8 @@ class PutRows(Entry):
         base, index, rows, dim = self.operands(a)
         before, place, after = self._slots(b, base, dim)
         slots = (*before, *place, *after)
-        into, (at, _) = b.read(node, base, slots), b.index(node, index)
+        limits = _limits(fake(base), dim, self.backwards)
+        into, (at, _) = b.read(node, base, slots), b.index(node, index, limits)
         missing = len(b.value(base).dims) - len(b.value(rows).dims)
         first, row, last = self._slots(b, rows, dim - missing)
         x = b.tensor(node, rows, (*first, *row, *last), rank=len(slots))
@@ -164,6 +179,8 @@ class PutRows(Entry):
 @enter("aten.index_put.default")
 class IndexPut(PutRows):
     """The same with an index in one place: ``cache[:, :, at] = rows``."""
+
+    backwards: ClassVar[bool] = True
 
     def operands(self, a: Arguments) -> tuple[Any, Any, Any, int]:
         given = [d for d, i in enumerate(a["indices"]) if i is not None]

@@ -286,6 +286,7 @@ class Builder:
         g: the kernel graph.
         built: its values by node.
         operands: the sources of the graph's inputs, in their order.
+        limits: of indices, the first one and the one behind the last that PyTorch takes.
     """
 
     shapes: Shapes
@@ -293,6 +294,7 @@ class Builder:
     g: KernelGraph = field(default_factory=KernelGraph)
     built: dict[fx.Node, Any] = field(default_factory=dict)
     operands: list[Given] = field(default_factory=list)
+    limits: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
     _groups: dict[Factor, Group] = field(default_factory=dict)
     _symbols: dict[Group, Symbol] = field(default_factory=dict)
     _inputs: dict[Any, Tensor] = field(default_factory=dict)
@@ -538,9 +540,9 @@ class Builder:
             self.operands.append(Given(node, slots, torch.int32, None, (offset, most)))
         return self._inputs[key]
 
-    def index(self, node: fx.Node, operand: Any) -> tuple[Tensor, Slots]:
-        """An input of integers, as they are, with its slots. Raises Unsupported if they are made
-        from others in the region."""
+    def index(self, node: fx.Node, operand: Any, limits: tuple[int, int]) -> tuple[Tensor, Slots]:
+        """An input of integers within these `limits`, as they are, with its slots. Raises
+        Unsupported if they are made from others in the region."""
         source = self.of(operand).source
         if source is None:
             raise Unsupported(node, "takes an index that is computed beside it")
@@ -550,6 +552,8 @@ class Builder:
         if order != sorted(order) or set(slots) != set(read):
             raise Unsupported(node, "takes an index that is stored in another order")
         slots = slots or (None,)
+        first, end = self.limits.get(source, limits)
+        self.limits[source] = max(first, limits[0]), min(end, limits[1])
         key = (source, "index", slots)
         if key not in self._inputs:
             self._inputs[key] = self.g.new_input(self._shape_of(slots), t.dtype)

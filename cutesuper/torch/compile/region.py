@@ -70,6 +70,7 @@ class Operand:
         dtype: of the input; the tensor is converted if it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
         lengths: see `cutesuper.torch.compile.graph_builder.Given`.
+        limits: see `cutesuper.torch.compile.graph_builder.Builder`; None for no indices.
     """
 
     node: fx.Node
@@ -79,6 +80,7 @@ class Operand:
     dtype: torch.dtype
     part: tuple[int, int] | None
     lengths: tuple[int, int] | None = None
+    limits: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,11 @@ class Region:
         from cutesuper.ir.serial import dumps
 
         return dumps(self.graph)
+
+    @property
+    def border(self) -> tuple[fx.Node, ...]:
+        """The nodes whose tensors enter or leave it."""
+        return (*(o.node for o in self.inputs), *(r.node for r in self.outputs))
 
     @property
     def products(self) -> int:
@@ -398,9 +405,11 @@ def _input_view(b: Builder, given: Given) -> Operand:
     t = fake(given.node)
     shape = tuple(_kernel_length(b, s) for s in given.slots)
     copied = memory_order(t) is None
+    limits = b.limits.get(given.node) if given.dtype == t.dtype and not given.lengths else None
     return Operand(
-        given.node, tuple(copied_order(t)), copied, shape, given.dtype, given.part, given.lengths
-    )
+        given.node, tuple(copied_order(t)), copied, shape, given.dtype, given.part, given.lengths,
+        limits,
+    )  # fmt: skip
 
 
 def _kernel_length(b: Builder, slot: Slot) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import fx
 
 from cutesuper.ir.graph_text import aligned
+from cutesuper.report import narrow
 from cutesuper.torch.compile.case import Seconds
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import places
@@ -101,7 +102,8 @@ class Report:
         head = f"take={self.options.take!r}: {self.taken} of {count} region(s) taken"
         if not self.graphs:
             return f"{head}; PyTorch found nothing to compile"
-        return "\n\n".join([head, *(_graph_text(n, g) for n, g in enumerate(self.graphs))])
+        first = "\n".join([head, *_summary(self.graphs)])
+        return narrow("\n\n".join([first, *(_graph_text(n, g) for n, g in enumerate(self.graphs))]))
 
 
 def graph_report(
@@ -138,16 +140,63 @@ def _place(node: fx.Node) -> str:
 def _graph_text(number: int, graph: GraphReport) -> str:
     head = f"graph {number} ({graph.phase}): {graph.taken} of {len(graph.regions)} region(s) taken"
     head += f", decided in {graph.seconds:.1f} s"
-    rows = [_HEAD]
-    rows += [_row(r) for r in graph.regions]
-    lines = [head, *_whole_text(graph.whole), *(aligned(rows) if graph.regions else [])]
+    rows = [_row(r) for r in graph.regions if r.verdict.predicted_us is not None]
+    lines = [head, *_whole_text(graph.whole), *(aligned([_HEAD, *rows]) if rows else [])]
+    lines += _reasons(graph.regions)
     lines += [f"  {r.where} {k}" for r in graph.regions if r.verdict.taken
               for k in r.verdict.kernels]  # fmt: skip
-    for o in graph.outside:
-        more = f" and {len(o.where) - _PLACES} more" if len(o.where) > _PLACES else ""
-        places = ", ".join(o.where[:_PLACES])
-        lines.append(f"  outside, {o.operators} x {o.reason} ({places}{more})")
+    lines += [f"  outside, {o.operators} x {o.reason} ({_some(o.where)})" for o in graph.outside]
     return "\n".join(lines)
+
+
+def _some(where: Sequence[str]) -> str:
+    more = f" and {len(where) - _PLACES} more" if len(where) > _PLACES else ""
+    return ", ".join(where[:_PLACES]) + more
+
+
+def _reasons(regions: Sequence[RegionReport]) -> list[str]:
+    """Why regions are taken and others are not, equal reasons counted."""
+    groups: dict[str, list[str]] = {}
+    for r in regions:
+        what = ("taken: " if r.verdict.taken else "not taken: ") + r.verdict.reason
+        groups.setdefault(what, []).append(r.where)
+    counts = {what: f"{len(where)} x " * (len(where) > 1) for what, where in groups.items()}
+    return [
+        f"  {counts[what]}{what} ({_some(tuple(dict.fromkeys(where)))})"
+        for what, where in groups.items()
+    ]
+
+
+def _summary(graphs: Sequence[GraphReport]) -> list[str]:
+    """The totals of a model: what is taken, what takes longest, what would help."""
+    regions = [r for g in graphs for r in g.regions]
+    timed = sorted((r for r in regions if _times(r)), key=lambda r: -_times(r)[1])
+    taken = [_times(r) for r in timed if r.verdict.taken]
+    left = [r for r in timed if not r.verdict.taken]
+    rest = sum(r.verdict.predicted_us is None and not r.verdict.taken for r in regions)
+    outside = sum(o.operators for g in graphs for o in g.outside)
+    seconds = sum(g.seconds for g in graphs)
+    lines = [f"  decided in {seconds:.1f} s; {outside} operator(s) are in no region"]
+    if taken:
+        ours, theirs = map(sum, zip(*taken, strict=True))
+        lines.append(f"  taken: {ours:.1f} us, Inductor's code {theirs:.1f} us")
+    if left:
+        lines.append(f"  left to Inductor: {sum(_times(r)[1] for r in left):.1f} us")
+    if rest:
+        lines.append(f"  without a price: {rest} region(s), as of element-wise work")
+    lines += [f"  takes long: {r.where}, {_times(r)[1]:.1f} us of Inductor's" for r in timed[:3]]
+    lines += [f"  would help: kernels for {r.where}, {r.verdict.reason}" for r in left[:1]]
+    return lines
+
+
+def _times(region: RegionReport) -> tuple[float, ...]:
+    """Microseconds of the kernels and of Inductor's: measured, else by the model; empty if
+    neither is known."""
+    v = region.verdict
+    for ours, theirs in ((v.measured_us, v.inductor_us), (v.predicted_us, v.baseline_us)):
+        if ours is not None and theirs is not None:
+            return ours, theirs
+    return ()
 
 
 def _whole_text(whole: Whole | None) -> list[str]:
@@ -176,7 +225,7 @@ def _row(region: RegionReport) -> tuple[str, ...]:
         _pair(v.predicted_us, v.baseline_us),
         _pair(v.measured_us, v.inductor_us),
         *(f"{s:.1f}" for s in astuple(region.seconds)),
-        ("taken: " if v.taken else "not taken: ") + v.reason,
+        "taken" if v.taken else "left",
     )
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
+from cutesuper.runtime.programs import KERNEL_DEVICES
 from cutesuper.torch.compile.gathers import closing_copy
+from cutesuper.torch.compile.indices import within
 from cutesuper.torch.compile.region import Length, Operand, Region, Result, Size
 from cutesuper.torch.compile.table import is_free
 
@@ -123,6 +125,8 @@ def _operand(
     shape = list(val.shape)
     if o.lengths is not None:
         node = _lengths_of(graph, node, val.dtype, *o.lengths)
+    if o.limits is not None and val.device.type not in KERNEL_DEVICES:
+        node = graph.call_function(within, (node, *o.limits))
     if val.dtype != o.dtype:
         node = graph.call_function(torch.ops.prims.convert_element_type.default, (node, o.dtype))
     if list(o.order) != list(range(len(shape))):

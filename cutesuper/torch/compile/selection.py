@@ -15,6 +15,7 @@ from torch import fx
 from cutesuper import measure
 from cutesuper.errors import CacheError, CutesuperError, DeviceError
 from cutesuper.pipeline import Choice
+from cutesuper.progress import counting
 from cutesuper.runtime.cache import warn_once
 from cutesuper.runtime.programs import Kept
 from cutesuper.search.bounds import TooDear
@@ -99,10 +100,14 @@ def decide(regions: Sequence[Region], options: BackendOptions) -> list[Decision]
         For each one decision, or those about its parts if one of them is taken.
     """
     cases = [Case(region, options) for region in regions]
-    with Ahead(_verdicts) as ahead:
+    found: list[Decision] = []
+    with Ahead(_verdicts) as ahead, counting(len(cases)) as show:
         for case in cases:
             ahead.begin(case)
-        return [d for case in cases for d in _decided(case, ahead)]
+        for case in cases:
+            show(f"deciding about {case.region.place or 'a region'}")
+            found += _decided(case, ahead)
+    return found
 
 
 def _decided(case: Case, ahead: Ahead) -> list[Decision]:

@@ -5,42 +5,59 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.errors import CutesuperError, GraphError, OptionError, ShapeError, TraceError
+from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.operators.base import TABLE
+from cutesuper.pipeline import as_target
 from cutesuper.pipeline import superoptimize as optimize_graph
 from cutesuper.runtime.calling import picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
+from cutesuper.targets import Target
 from cutesuper.torch.compile.call_form import children_of, constant_fact
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
+from cutesuper.torch.compile.convolutions import pointwise
 from cutesuper.torch.compile.graph_builder import CONDITIONS, INTEGERS
 from cutesuper.torch.compile.internals import autograd_functions, decompositions
-from cutesuper.torch.compile.length_masks import unread
-from cutesuper.torch.compile.partition import partition
+from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.refusals import NO_KERNEL, refusal, without_kernel
-from cutesuper.torch.compile.region import Region, places, source_lines
+from cutesuper.torch.compile.region import Region, source_lines
+from cutesuper.torch.compile.rest import (
+    computed,
+    elements,
+    is_own,
+    left_to_pytorch,
+    tensors_of,
+)
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.table import is_free, is_known, moves
 from cutesuper.torch.compile.traced_program import ChangesItself, Trace, TracedProgram, TracedRegion
 from cutesuper.torch.compile.watch import Observer, Watch
+from cutesuper.torch.ops.rowwise.library import FORMULAS
 
 #: nodes of a traced program that only check the conditions of the trace
 _CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
            "aten._assert_async", "aten.sym_size")  # fmt: skip
 
+
+_convolution = torch.ops.aten.convolution.default
+
+#: the operators that no kernel computes: the function is refused, or PyTorch computes them
+Rest = Literal["refuse", "torch"]
 
 #: types of masks, positions and labels, which PyTorch computes
 _NO_NUMBERS = (*CONDITIONS, *INTEGERS)
@@ -62,7 +79,12 @@ class _Call(nn.Module):
         self.kernel = kernel
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self.kernel([usable(t) for t in tensors])
+        try:
+            return self.kernel([usable(t) for t in tensors])
+        except ShapeError:
+            if all(t.numel() for t in tensors):
+                raise
+            return run_reference(self.kernel.graph, tensors)  # there is nothing to launch
 
 
 def superoptimize_callable(
@@ -71,6 +93,7 @@ def superoptimize_callable(
     *,
     example_kwargs: dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    rest: Rest = "refuse",
     **options: Any,
 ) -> TracedProgram:
     """Trace a function or a module and superoptimize its computation.
@@ -80,9 +103,11 @@ def superoptimize_callable(
         example_inputs: its arguments.
         example_kwargs: arguments by name.
         dynamic_shapes: as for ``torch.export.export``.
+        rest: "torch" leaves to PyTorch what no kernel computes; "refuse" raises.
         options: of `cutesuper.superoptimize`.
 
     Raises:
+        OptionError: another ``rest``.
         TraceError: it uses something that is not an operator of kernel graphs; names the user's
             line.
         SearchError, LoweringError, ScheduleError: no kernel can run a part of it; names the user's
@@ -92,7 +117,10 @@ def superoptimize_callable(
     name = getattr(fn, "__qualname__", type(fn).__name__)
     if not isinstance(example_inputs, list | tuple):
         example_inputs = (example_inputs,)
-    tracer = _Tracer(name, dynamic_shapes, options)
+    if rest not in get_args(Rest):
+        choices = " or ".join(map(repr, get_args(Rest)))
+        raise OptionError(f"superoptimize({name}, rest={rest!r}): it is {choices}")
+    tracer = _Tracer(name, dynamic_shapes, rest, options)
     return TracedProgram(fn, name, tracer, tuple(example_inputs), dict(example_kwargs or {}))
 
 
@@ -103,12 +131,14 @@ class _Tracer:
     Attributes:
         name: of it, for messages.
         dynamic_shapes: as for ``torch.export.export``.
+        rest: see `superoptimize_callable`.
         options: of `cutesuper.superoptimize`.
         kernels: those made for it, by the keys of their regions.
     """
 
     name: str
     dynamic_shapes: Any
+    rest: Rest
     options: dict[str, Any]
     kernels: dict[str, Kernel] = field(default_factory=dict[str, Kernel])
 
@@ -131,9 +161,11 @@ class _Tracer:
             raise ChangesItself(observer.change)
         if watch.hooked:
             stops = stops or "a module has hooks that are called in the backward pass"
-        regions = regions_of(module, self.name)
-        outside = tuple(_outside(module.graph, regions))
-        traced = [TracedRegion(r.place, self._kernel_of(r)) for r in regions]
+        regions, refused = regions_of(module, self.name, self.rest)
+        found = [pair for r in regions for pair in self._with_kernels(r, refused)]
+        regions = tuple(region for region, _ in found)
+        outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
+        traced = [TracedRegion(r.place, kernel) for r, kernel in found]
         for i, region in enumerate(traced):
             module.add_submodule(f"region_{i}", _Call(region.kernel))
         rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
@@ -155,6 +187,27 @@ class _Tracer:
             specs.range_constraints,
             any(r.takes_rows for r in regions),
         )
+
+    def _with_kernels(
+        self, region: Region, refused: dict[fx.Node, str]
+    ) -> list[tuple[Region, Kernel]]:
+        """The region and its kernel; if it has none and the rest is PyTorch's, those of its halves
+        that have one; none of a region of single numbers. Reasons are added to ``refused``."""
+        if all(elements(n.meta["val"].shape) == 1 for n in region.border):
+            refused.update(dict.fromkeys(region.nodes, "all tensors have one element"))
+            return []
+        try:
+            return [(region, self._kernel_of(region))]
+        except NO_KERNEL as error:
+            if self.rest == "refuse":
+                target = self.options.get("target")
+                raise without_kernel(self.name, region, error, target) from error
+            parts = halves(region)
+            refused.update(dict.fromkeys(region.nodes, str(error)) if parts is None else {})
+            return [pair for part in parts or () for pair in self._with_kernels(part, refused)]
+
+    def _target(self) -> Target:
+        return as_target(self.options.get("target"))
 
     def _kernel_of(self, region: Region) -> Kernel:
         if region.key not in self.kernels:
@@ -213,8 +266,8 @@ def _plain(module: fx.GraphModule) -> fx.GraphModule:
 def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
     try:
         return optimize_graph(region.graph, **options)
-    except NO_KERNEL as error:
-        raise without_kernel(name, region, error, options.get("target")) from error
+    except NO_KERNEL:
+        raise
     except CutesuperError as error:
         error.add_note(f"in {name}, {region.place or 'no source'}:\n{region.graph!r}")
         raise
@@ -236,7 +289,7 @@ def _exported(
         nodes = list(program.graph.nodes)
         with _quiet():
             if any(_is_unknown(n) or is_complex(n) for n in nodes):
-                program = program.run_decompositions(decompositions(is_known))
+                program = program.run_decompositions(_decompositions())
             elif any(map(_is_nested, nodes)):
                 # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
                 program = program.run_decompositions({})
@@ -256,6 +309,15 @@ def _quiet() -> Iterator[None]:
         # PyTorch copies specifications of pytrees in a way that it deprecates itself
         warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
         yield
+
+
+def _decompositions() -> Any:
+    """Those of unknown operators, with products for convolutions, and the operators of
+    `cutesuper.ops` on rows in parts, which are fused with others."""
+    table = decompositions(is_known)
+    for operator, formula in {_convolution: pointwise, **FORMULAS}.items():
+        table[operator] = formula
+    return table
 
 
 def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str]) -> str:
@@ -326,22 +388,27 @@ def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
     return functools.wraps(fn)(same)
 
 
-def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
-    """The regions of a traced program; every node that computes numbers must be in one.
+def regions_of(
+    module: fx.GraphModule, name: str, rest: Rest = "refuse"
+) -> tuple[tuple[Region, ...], dict[fx.Node, str]]:
+    """The regions of a traced program, and why other nodes that compute numbers are in none.
 
     Args:
         module: exported.
         name: of the function, for messages.
+        rest: "torch" if there may be such nodes.
 
     Raises:
-        TraceError: naming the first operator that is in no region.
+        TraceError: naming the first operator that must be in a region.
     """
     _fill_values(module)
     pair_complex(module)
     graph = module.graph
     _drop_checks(graph)
     found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
-    inside = _computed(found.regions)
+    if rest == "torch":
+        return found.regions, found.refused
+    inside = computed(found.regions)
     given = _depending(graph)
     left = [n for n in graph.nodes if _is_left(n) and n not in inside and n in given]
     for node in left:
@@ -350,29 +417,12 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
         if not any(u in left for u in _readers(node)):
             reason = _complex(node) or found.refused.get(node) or _reason(node)
             raise refusal(TraceError, name, node, reason)
-    if not found.regions:
+    if not found.regions and not any(map(_needs_no_region, graph.nodes)):
         raise TraceError(
             f"superoptimize({name}): it computes nothing that kernels could, "
             "no numbers in float16, bfloat16 or float32"
         )
-    return found.regions
-
-
-def _outside(graph: fx.Graph, regions: Sequence[Region]) -> list[str]:
-    """The operators in no region, other than views."""
-    inside = _computed(regions)
-    left = [
-        n for n in graph.nodes
-        if n.op == "call_function" and n not in inside and not is_free(n)
-        and any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(n.meta.get("val")))
-    ]  # fmt: skip
-    return list(dict.fromkeys(f"{n.target} ({places([n]) or 'no source'})" for n in left))
-
-
-def _computed(regions: Sequence[Region]) -> set[fx.Node]:
-    """The nodes of regions, and masks that are no longer needed."""
-    nodes = {n for r in regions for n in r.nodes}
-    return nodes | unread(nodes)
+    return found.regions, {}
 
 
 def _depending(graph: fx.Graph) -> set[fx.Node]:
@@ -407,9 +457,22 @@ def _complex(node: fx.Node) -> str | None:
 def _is_left(node: fx.Node) -> bool:
     """True for a node that must not be left outside of regions, as it computes numbers."""
     val = node.meta.get("val")
-    if node.op != "call_function" or is_free(node) or moves(node):
+    if node.op != "call_function" or is_free(node) or moves(node) or is_own(node):
+        return False
+    if _is_empty(node):
         return False
     return not isinstance(val, torch.SymInt | int) and _dtype(val) not in _NO_NUMBERS
+
+
+def _needs_no_region(node: fx.Node) -> bool:
+    """True for an operator with kernels of its own, and for one of tensors without elements."""
+    return node.op == "call_function" and (is_own(node) or _is_empty(node))
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """True for an operator that reads or makes a tensor without elements."""
+    around = (node, *node.all_input_nodes)
+    return any(elements(t.shape) == 0 for n in around for t in tensors_of(n))
 
 
 def _dtype(val: Any) -> Any:
@@ -444,8 +507,10 @@ class Lazy:
     """A function that is traced at its first call with arguments of a kind.
 
     A kind is the structure of the arguments with shapes, element types and devices of the tensors
-    and the values of everything else. Whatever else the function reads is treated as by every
-    `TracedProgram`. After an operator of graphs was redefined it is traced again.
+    and the values of everything else. Kinds that differ in first extents of tensors only, batch
+    sizes say, share one program from the second on, if the function allows any number of rows.
+    Whatever else the function reads is treated as by every `TracedProgram`. After an operator of
+    graphs was redefined it is traced again.
     """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -453,15 +518,81 @@ class Lazy:
         self._fn = fn
         self._options = options
         self._programs: Kept[Any, TracedProgram] = Kept()
+        self._first: dict[Any, tuple[int, ...]] = {}  # first extents, by kind without them
+        self._open: Kept[Any, TracedProgram | None] = Kept()  # for any first extents
 
     def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """The traced program for these arguments; see `superoptimize_callable`."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         kind = (TABLE.changes, structure, *map(_facts, leaves))
         return self._programs.get(kind) or self._programs.made(
-            kind,
-            lambda: superoptimize_callable(self._fn, args, example_kwargs=kwargs, **self._options),
+            kind, lambda: self._traced(args, kwargs)
         )
+
+    def _traced(self, args: Any, kwargs: Any) -> TracedProgram:
+        """The program of a new kind."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        family = (TABLE.changes, structure, *map(_without_rows, leaves))
+        rows = tuple(t.shape[0] for t in leaves if _has_rows(t))
+        first = self._first.setdefault(family, rows)
+        if first != rows:
+            shared = self._open.made(family, lambda: self._opened(first, args, kwargs))
+            if shared is not None and shared.takes(*args, **kwargs):
+                return shared
+        return superoptimize_callable(self._fn, args, example_kwargs=kwargs, **self._options)
+
+    def _opened(self, first: tuple[int, ...], args: Any, kwargs: Any) -> TracedProgram | None:
+        """A program for any rows where these arguments have others than the first ones of their
+        family; None if there is none."""
+        names: dict[tuple[int, int], Any] = {}
+        before = iter(first)
+
+        def opened(leaf: Any) -> Any:
+            pair = (next(before), leaf.shape[0]) if _has_rows(leaf) else (0, 0)
+            changes = pair[0] != pair[1]
+            dim = names.setdefault(pair, torch.export.Dim(f"rows{len(names)}")) if changes else None
+            return {0: dim} if changes else None
+
+        dims = tuple(pytree.tree_map(opened, (*args, *kwargs.values())))
+        options = {**self._options, "dynamic_shapes": self._options["dynamic_shapes"] or dims}
+        try:
+            return superoptimize_callable(self._fn, args, example_kwargs=kwargs, **options)
+        except (TraceError, *NO_KERNEL):
+            return None  # the function asks for the number of rows, or only some have a kernel
+
+    # ---------------------------------------------------------------------------------- looking
+
+    def _latest(self, what: str) -> TracedProgram:
+        """The program that was traced last."""
+        if not self._programs:
+            raise TraceError(
+                f"{self!r}.{what}: it is traced at its first call; call it, or give the example "
+                f"arguments, .program(x, ...).{what}"
+            )
+        return list(self._programs.values())[-1]
+
+    def explain(self) -> str:
+        """`TracedProgram.explain` of the program that was traced last; `program` has the others.
+
+        Raises:
+            TraceError: it has not been called yet.
+        """
+        return self._latest("explain()").explain()
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """`Kernel.draw` of the program that was traced last. Raises TraceError if it has not been
+        called yet, or has several regions."""
+        self._latest("draw(path)").kernel.draw(path)
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """`Kernel.export` of the program that was traced last. Raises TraceError if it has not been
+        called yet, or has several regions."""
+        self._latest("export(path)").kernel.export(path)
+
+    def __repr__(self) -> str:
+        name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
+        count = len(set(self._programs.values()))
+        return f"Lazy({name}: {f'{count} program(s)' if count else 'not called yet'})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, traced before or now."""
@@ -489,6 +620,16 @@ class Lazy:
             f"superoptimize({self._fn.__qualname__}): it decorates a method; decorate a function, "
             "or call cutesuper.superoptimize(module, example_inputs)"
         )
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
+def _without_rows(leaf: Any) -> Any:
+    """The facts of an argument without its first extent."""
+    facts = _facts(leaf)
+    return (facts[0][1:], leaf.dim(), *facts[1:]) if _has_rows(leaf) else facts
 
 
 def _facts(leaf: Any) -> Any:

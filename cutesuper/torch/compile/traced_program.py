@@ -14,9 +14,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.report import narrow
 from cutesuper.runtime.calling import Picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.torch.compile.call_form import Border, Form, border_of, form_of, stand_ins, state_of
+from cutesuper.torch.compile.rest import Left, left_text
 from cutesuper.torch.compile.watch import Watch, difference
 
 #: traces of a program before further ones are refused: each is a search, and is kept
@@ -27,6 +29,10 @@ _ADVICE = (
     (
         "view size is not compatible",
         "a tensor has other strides than it was traced with; call .contiguous() on it",
+    ),
+    (
+        "is out of bounds for dimension",
+        "PyTorch raises as well: an index or a label names no element; correct it",
     ),
     (
         "Cannot access data pointer",
@@ -59,7 +65,7 @@ class Trace:
         module: takes the flat arguments, then other tensors that the function reads; returns the
             flat results.
         regions: its parts that kernels compute.
-        outside: the operators that PyTorch computes.
+        outside: the operators that PyTorch computes, in order.
         undifferentiable: why it has no gradient, or nothing.
         read: takes those tensors out of all that a `Watch` has found.
         results: their structure.
@@ -71,7 +77,7 @@ class Trace:
 
     module: fx.GraphModule
     regions: tuple[TracedRegion, ...]
-    outside: tuple[str, ...]
+    outside: tuple[Left, ...]
     undifferentiable: str
     read: Picker
     results: pytree.TreeSpec
@@ -99,6 +105,26 @@ class Trace:
         return border_of(form, args, {n: kwargs[n] for n in self.names}, nodes, self.ranges)
 
 
+class Refused(torch.autograd.Function):
+    """Identity on the results of a program that has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, why: str, count: int, *tensors: torch.Tensor) -> Any:
+        """Return the first ``count`` tensors; the others are those that they depend on."""
+        ctx.why = why
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        del cotangents
+        raise GraphError(ctx.why)
+
+
+def _is_number(value: Any) -> bool:
+    """True for a tensor that can have a gradient."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 class ChangesItself(Exception):
     """The traced function changes a value that it reads; the message names it."""
 
@@ -113,11 +139,12 @@ class TracedProgram:
     It is called like the original, with tensors of the shapes that it was traced with (extents that
     were declared dynamic may differ), by place or by name. Other tensors that the function reads
     (parameters, buffers, those in closures, globals and attributes) are read anew at every call,
-    and get gradients like inputs: the first call that records gradients makes kernels for them
-    (`Kernel.gradient`). If anything else that the function reads has changed, or if other arguments
-    are one tensor or are on another device, it is traced again, and earlier traces are kept. If the
-    function cuts a path out of its gradient (``detach``, ``torch.no_grad``) or has formulas of its
-    own (``torch.autograd.Function``), calls that record gradients are refused.
+    and get gradients like inputs: the first ``backward()`` makes kernels for them
+    (`Kernel.gradient`; with ``gradients=True`` the first call that records gradients does). If
+    anything else that the function reads has changed, or if other arguments are one tensor or are
+    on another device, it is traced again, and earlier traces are kept. If the function cuts a path
+    out of its gradient (``detach``, ``torch.no_grad``) or has formulas of its own
+    (``torch.autograd.Function``), calls have no gradient: ``backward()`` is refused.
 
     Args:
         fn: the function or module.
@@ -154,9 +181,10 @@ class TracedProgram:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Operators that compute no numbers and stay with PyTorch (copies, sorting, masks,
-        positions), with the user's lines."""
-        return self._latest.outside
+        """Operators that stay with PyTorch, with the user's lines: those that compute no numbers
+        (copies, sorting, masks, positions), calls of `cutesuper.ops`, which run kernels of their
+        own, and with ``rest="torch"`` all that no kernel computes."""
+        return tuple(dict.fromkeys(map(str, self._latest.outside)))
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -180,12 +208,18 @@ class TracedProgram:
 
     def explain(self) -> str:
         """The place of each region, and how its program was found, verified and priced."""
-        parts = [f"{self._name}: {len(self.regions)} region(s)"]
+        trace = self._latest
+        rest = sum(n.us for n in trace.outside)
+        ours = sum(r.kernel.predicted_us for r in self.regions)
+        parts = [
+            f"{self._name}: {len(self.regions)} region(s), {ours:.2f} us predicted"
+            + (f", and {rest:.2f} us at least of PyTorch's operators" if rest else "")
+        ]
         for i, r in enumerate(self.regions):
             parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
-        if self.outside:
-            parts.append("PyTorch computes\n" + "\n".join(f"  {line}" for line in self.outside))
-        return "\n\n".join(parts)
+        if trace.outside:
+            parts.append("\n".join(left_text(trace.outside)))
+        return narrow("\n\n".join(parts))
 
     def export(self, path: str | os.PathLike[str], *, header: str | os.PathLike[str]) -> None:
         """Write the program that ran last as a shared library for C and C++, all kernels and the
@@ -213,6 +247,14 @@ class TracedProgram:
 
     # ------------------------------------------------------------------------------------- calling
 
+    def takes(self, *args: Any, **kwargs: Any) -> bool:
+        """True if it can be called with these arguments without being traced for their shapes."""
+        try:
+            self._border.leaves(args, kwargs)
+        except (CutesuperError, RuntimeError, ValueError, TypeError, AssertionError):
+            return False
+        return True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program; trace it first if necessary.
 
@@ -234,7 +276,11 @@ class TracedProgram:
                 watch, trace = self._recording(watch, trace, state, leaves)
             self._latest = trace
             if trace.undifferentiable and torch.is_grad_enabled():
-                self._refuse_gradients(trace, (*given, *trace.read(watch.tensors)))
+                tensors = (*given, *trace.read(watch.tensors))
+                if any(t.requires_grad for t in tensors):
+                    with torch.no_grad():
+                        made = trace(leaves, watch.tensors)
+                    return self._without_gradients(trace, tensors, made)
             return trace(leaves, watch.tensors)
         except CutesuperError:
             raise
@@ -264,14 +310,26 @@ class TracedProgram:
         known[state] = trace
         self._now = watch, known
 
-    def _refuse_gradients(self, trace: Trace, tensors: Sequence[torch.Tensor]) -> None:
-        if any(t.requires_grad for t in tensors):
-            raise GraphError(
-                f"{self._name}: an argument or a parameter requires a gradient, and "
-                f"{trace.undifferentiable}, which a traced program does not know of; call it under "
-                "torch.no_grad(), take that part out of the function, or train with "
-                'torch.compile(fn, backend="cutesuper")'
-            )
+    def _without_gradients(self, trace: Trace, tensors: Sequence[torch.Tensor], made: Any) -> Any:
+        """The results of a trace whose ``backward()`` is refused.
+
+        Args:
+            trace: has no gradient.
+            tensors: that it reads; at least one requires a gradient.
+            made: the results.
+        """
+        why = (
+            f"{self._name}: an argument or a parameter requires a gradient, and "
+            f"{trace.undifferentiable}, which a traced program does not know of; take that part "
+            'out of the function, or train with torch.compile(fn, backend="cutesuper")'
+        )
+        leaves, structure = pytree.tree_flatten(made)
+        places = [i for i, t in enumerate(leaves) if _is_number(t)]
+        asking = [t for t in tensors if t.requires_grad]
+        marked = Refused.apply(why, len(places), *(leaves[i] for i in places), *asking)
+        for i, t in zip(places, marked, strict=True):
+            leaves[i] = t
+        return pytree.tree_unflatten(leaves, structure)
 
     # ------------------------------------------------------------------------------------- tracing
 

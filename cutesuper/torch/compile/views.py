@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from cutesuper.ir.graph import Tensor
@@ -161,9 +162,11 @@ class Filled(_Free):
     """A tensor of one number."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        if fake(node).dtype not in FLOATS:
-            raise Unsupported(node, f"makes a tensor of {fake(node).dtype}")
-        dims = tuple(dims_of(n) for n in fake(node).shape)
+        t = fake(node)
+        # a number of float64 takes the type of what it meets
+        if t.dtype not in FLOATS and (t.dim() or t.dtype != torch.float64):
+            raise Unsupported(node, f"makes a tensor of {t.dtype}")
+        dims = tuple(dims_of(n) for n in t.shape)
         return Value(dims, tuple(f for d in dims for f in d))
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:

@@ -277,6 +277,8 @@ def install(model: nn.Module) -> tuple[list[Entry], list[tuple[Any, str]]]:
         config: Any = getattr(part, "config", None)
         if not isinstance(part, PreTrainedModel) or id(config) in done:
             continue
+        if getattr(config, "num_attention_heads", None) is None:
+            continue  # a part without attention
         done.add(id(config))
         before = config._attn_implementation_internal
         where, was = f"{path}.config".lstrip("."), f"{before} attention"

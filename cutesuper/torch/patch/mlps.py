@@ -29,6 +29,12 @@ ACTIVATIONS: dict[Activation, Any] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 
+#: why three layers of equal extents are left that are not called one after the other
+_NO_MLP = (
+    "it is no gated MLP; if these are the projections of attention, they are computed together "
+    "only beside the layer that follows attention"
+)
+
 #: extents of the small copy
 WIDTH, HIDDEN, ROWS = 16, 24, 6
 
@@ -190,7 +196,12 @@ def find(module: nn.Module) -> GatedMLP:
     x = drawn(ROWS, WIDTH, seed=0)
     for names in _roles(layers):
         twin = _small(module, names)
-        found = run(twin, x)
+        try:
+            found = run(twin, x)
+        except Failed as error:
+            if len({m.weight.shape for m in layers.values()}) == 1:
+                raise Failed(_NO_MLP) from error
+            raise
         for activation in ACTIVATIONS:
             for gate_first in (True,) if len(names) == 3 else (True, False):
                 how = GatedMLP(activation, names, gate_first)

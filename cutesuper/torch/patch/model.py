@@ -13,6 +13,7 @@ from cutesuper.torch.patch import logits, mlps, norms, projections
 from cutesuper.torch.patch.probing import Failed
 from cutesuper.torch.patch.replacement import is_own, restore
 from cutesuper.torch.patch.report import Entry, Report, refused
+from cutesuper.torch.patch.unclaimed import unclaimed
 from cutesuper.torch.patch.usual_calls import ATTENTION_NAME, FLOATS
 
 #: the attribute of a patched model that holds its patch: it is copied and saved with the model
@@ -134,8 +135,12 @@ def patch(
     kinds = [k for k, wanted in zip(_KINDS, (norms, mlp, qkv), strict=True) if wanted]
     for path, module in list(model.named_modules()):
         kind = next((k for k in kinds if k.is_candidate(module)), None)
-        if kind is not None:
+        if kind is projections and projections.is_crossed(model, path):
+            made._entries.append(Entry(path, type(module).__name__, why=projections.CROSSED))
+        elif kind is not None:
             made._entries.append(_replaced(made, kind, path, module))
+    if mlp:
+        made._entries += unclaimed(model, {e.path for e in made._entries})
     if loss and (head := logits.head_of(model)) is not None:
         made._entries.append(_replaced(made, logits, *head))
     if attention:

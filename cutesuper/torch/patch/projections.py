@@ -7,6 +7,7 @@ each layer computes its own product.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -144,6 +145,23 @@ def is_candidate(module: nn.Module) -> bool:
         return False
     q, k, v, o = (m.out_features for m in layers[:4])
     return k == v and q % k == 0 and o == layers[0].in_features and layers[3].in_features == q
+
+
+#: why the projections of attention to the states of an encoder are left
+CROSSED = (
+    "queries are made of one tensor, keys and values of another, so that no program makes them "
+    "together"
+)
+
+
+def is_crossed(model: nn.Module, path: str) -> bool:
+    """True if a candidate attends to other states than its own: its owner is called with the states
+    of an encoder, and has another candidate before this one."""
+    owner = model.get_submodule(path.rpartition(".")[0])
+    if "encoder_hidden_states" not in inspect.signature(owner.forward).parameters:
+        return False
+    first = next((m for m in owner.children() if is_candidate(m)), None)
+    return first not in (None, model.get_submodule(path))
 
 
 def find(module: nn.Module) -> Projections:

@@ -115,14 +115,14 @@ def step_of(
              for shape, i in zip(inputs, graph.inputs, strict=True)]  # fmt: skip
     made = [graph.nodes[i] for i in graph.outputs]
     wanted = [(shape, n.dtype.torch) for shape, n in zip(outputs, made, strict=True)]
-    seen = [_known(n.shape, rows) for n in made]
+    seen = [known(n.shape, rows) for n in made]
     for shape in seen if device.type == "cuda" else ():
         check_size(f"{key[0]}: a result", shape)
     return Step(
         run,
         rows,
         device,
-        _views(inputs, [_known(graph.nodes[i].shape, rows) for i in graph.inputs]),
+        _views(inputs, [known(graph.nodes[i].shape, rows) for i in graph.inputs]),
         tuple(
             (given.index((s, d)) if (s, d) in given else None, _arguments(s), d) for s, d in wanted
         ),
@@ -139,7 +139,8 @@ def _arguments(shape: Extents) -> Arguments:
     return shape or ((),)
 
 
-def _known(shape: Shape, rows: int) -> Extents:
+def known(shape: Shape, rows: int) -> Extents:
+    """A shape with this number of rows."""
     return tuple(rows if isinstance(d, Symbol) else d for d in shape)
 
 
@@ -256,7 +257,7 @@ def output_shapes(
     results = [result_shape(o.role, kind, lead) for o in definition.outputs]
     rows = prod(lead)
     rest = graph.outputs[len(results) :]
-    return [*results, *(_known(graph.nodes[i].shape, rows) for i in rest)]
+    return [*results, *(known(graph.nodes[i].shape, rows) for i in rest)]
 
 
 def result_shape(role: Role, kind: Kind, lead: Extents) -> Extents:
@@ -318,7 +319,7 @@ def _source_shape(programs: Programs, source: Source, lead: Extents) -> Extents:
     if role is not None:
         return result_shape(role, programs.kind, lead)
     node = programs.saving.nodes[programs.saving.outputs[source.place]]
-    return _known(node.shape, prod(lead))
+    return known(node.shape, prod(lead))
 
 
 def operand_shape(programs: Programs, place: int, lead: Extents) -> Extents:

@@ -11,12 +11,14 @@ a gradient depends on operands that need not be saved, like a bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from cutesuper.errors import GraphError, OperatorError
+from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.checks import refuse_tangents
 from cutesuper.runtime.programs import Kept
@@ -28,6 +30,7 @@ from cutesuper.torch.ops.rowwise.calls import (
     Plan,
     all_usable,
     gradients_of,
+    known,
     operand_shape,
     output_shapes,
     plan_of,
@@ -44,6 +47,9 @@ from cutesuper.torch.ops.rowwise.definition import (
 from cutesuper.torch.ops.rowwise.graphs import Programs, programs_of
 
 _fragment = torch.library.Library("cutesuper", "FRAGMENT")
+
+#: formulas of registered operators in operators of PyTorch; one with labels has none
+FORMULAS: dict[Any, Callable[..., list[torch.Tensor]]] = {}
 
 
 class Library:
@@ -80,6 +86,8 @@ class Library:
             torch.library.register_vmap(op, self._vmap, lib=_fragment)
         self.forward = getattr(torch.ops.cutesuper, name).default
         self.backward = getattr(torch.ops.cutesuper, f"{name}_backward").default
+        if not any(o.labels for o in definition.operands):
+            FORMULAS[self.forward] = self._formula
 
     def _split(self, args: Sequence[Any]) -> tuple[Sequence[Maybe], tuple[Option, ...]]:
         count = len(self._definition.operands)
@@ -101,6 +109,17 @@ class Library:
         shapes = output_shapes(self._definition, programs.kind, lead, graph)
         types = [graph.nodes[i].dtype.torch for i in graph.outputs]
         return [x.new_empty(s, dtype=d) for s, d in zip(shapes, types, strict=True)]
+
+    def _formula(self, *args: Any) -> list[torch.Tensor]:
+        """The results in operators of PyTorch, computed in float32 like the kernels do."""
+        tensors, options = self._split(args)
+        programs, _, lead = self._programs(tensors, options)
+        graph, rows = programs.saving, prod(lead)
+        shapes = [known(graph.nodes[i].shape, rows) for i in graph.inputs]
+        given = (t for t in tensors if t is not None)
+        made = run_reference(graph, [t.reshape(s) for t, s in zip(given, shapes, strict=True)])
+        wanted = output_shapes(self._definition, programs.kind, lead, graph)
+        return [t.reshape(s) for t, s in zip(made, wanted, strict=True)]
 
     def _programs(
         self, tensors: Sequence[Maybe], options: tuple[Option, ...]

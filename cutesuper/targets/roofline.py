@@ -1,4 +1,4 @@
-"""Predicted time of Inductor's kernels for a graph, by a roofline."""
+"""Predicted time of PyTorch's kernels for a graph, by a roofline."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.ir.operators.base import CONSTANT, INPUT
 from cutesuper.ir.relations import Classes
-from cutesuper.targets import Target
+from cutesuper.targets.base import Target
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A predicted time of Inductor's kernels.
+    """A predicted time of PyTorch's kernels.
 
     Attributes:
         us: microseconds of all kernels.
@@ -38,7 +38,25 @@ def baseline(graph: KernelGraph, target: Target) -> Baseline:
         graph: symbols count with their hints.
         target: the GPU.
     """
-    groups = _groups(graph)
+    return _priced(graph, target, _groups(graph))
+
+
+def eager(graph: KernelGraph, target: Target) -> Baseline:
+    """The same of PyTorch's kernels without a compiler: one for each operator."""
+    return _priced(graph, target, [{i} for group in _groups(graph) for i in group])
+
+
+def traffic(graph: KernelGraph) -> float:
+    """Bytes that any program must read and write: inputs and outputs, once."""
+    return _bytes(graph, set(_computed(graph)))
+
+
+def work(graph: KernelGraph) -> float:
+    """Operations of the tensor cores."""
+    return _products(graph, set(_computed(graph)))
+
+
+def _priced(graph: KernelGraph, target: Target, groups: list[set[int]]) -> Baseline:
     us = 0.0
     for group in groups:
         seconds = max(_bytes(graph, group) / target.bandwidth,
@@ -49,8 +67,7 @@ def baseline(graph: KernelGraph, target: Target) -> Baseline:
 
 def _groups(graph: KernelGraph) -> list[set[int]]:
     """The nodes of each kernel."""
-    needed = graph.needed(graph.outputs)
-    computed = [i for i in sorted(needed) if graph.nodes[i].operator not in (INPUT, CONSTANT)]
+    computed = _computed(graph)
     multiplies = {i: _multiplies(graph.nodes[i]) for i in computed}
     #: products on the longest path to a node: nodes after one cannot be fused with nodes before it
     depth: dict[int, int] = {}
@@ -65,6 +82,11 @@ def _groups(graph: KernelGraph) -> list[set[int]]:
     for i in computed:
         found.setdefault(kernels.find(i), set()).add(i)
     return [g for g in found.values() if not all(_moves_nothing(graph, i) for i in g)]
+
+
+def _computed(graph: KernelGraph) -> list[int]:
+    needed = graph.needed(graph.outputs)
+    return [i for i in sorted(needed) if graph.nodes[i].operator not in (INPUT, CONSTANT)]
 
 
 def _multiplies(node: Node) -> bool:

@@ -1,0 +1,124 @@
+"""The part of a traced program that PyTorch computes, and its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from cutesuper.targets import Target
+from cutesuper.torch.compile.internals import hint_of
+from cutesuper.torch.compile.length_masks import unread
+from cutesuper.torch.compile.region import Region, places
+from cutesuper.torch.compile.table import is_free
+
+
+@dataclass(frozen=True)
+class Left:
+    """An operator that PyTorch computes.
+
+    Attributes:
+        operator: its name in ``torch.ops``.
+        place: the user's lines.
+        us: microseconds at least, by a roofline: its tensors are read and written once.
+        reason: why no kernel computes it; empty for an operator that computes no numbers.
+    """
+
+    operator: str
+    place: str
+    us: float
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.operator} ({self.place or 'no source'})"
+
+
+def left_text(left: Sequence[Left]) -> list[str]:
+    """What PyTorch computes and why, equal operators counted, the most expensive first."""
+    groups: dict[str, list[Left]] = {}
+    for n in left:
+        named = not n.reason or n.reason.startswith(n.operator)
+        what = n.reason or n.operator if named else f"{n.operator}: {n.reason}"
+        groups.setdefault(what, []).append(n)
+    us = {what: sum(n.us for n in nodes) for what, nodes in groups.items()}
+    lines = [f"PyTorch computes {len(left)} operator(s), {sum(us.values()):.1f} us at least"]
+    for what in sorted(groups, key=lambda what: -us[what]):
+        nodes = groups[what]
+        found = ", ".join(dict.fromkeys(n.place for n in nodes if n.place))
+        lines.append(f"  {us[what]:7.1f} us  {len(nodes)} x {what} ({found or 'no source'})")
+    return lines
+
+
+def is_own(node: fx.Node) -> bool:
+    """True for an operator of `cutesuper.ops`, which runs kernels by itself."""
+    return getattr(node.target, "namespace", "") == "cutesuper"
+
+
+def left_to_pytorch(
+    graph: fx.Graph, regions: Sequence[Region], refused: Mapping[fx.Node, str], target: Target
+) -> Iterator[Left]:
+    """The operators in no region, other than views, in order.
+
+    Args:
+        graph: of the regions.
+        regions: those that have kernels.
+        refused: why nodes are in none.
+        target: the GPU that costs are for.
+    """
+    inside = computed(regions)
+    for n in graph.nodes:
+        if n.op == "call_function" and n not in inside and _computes(n):
+            reason = "" if is_own(n) else refused.get(n, "")
+            yield Left(str(n.target), places([n]), _us(n, target), reason)
+
+
+def computed(regions: Iterable[Region]) -> set[fx.Node]:
+    """The nodes of regions, and masks that are no longer needed."""
+    nodes = {n for r in regions for n in r.nodes}
+    return nodes | unread(nodes)
+
+
+def _computes(node: fx.Node) -> bool:
+    """True for an operator that makes new tensors."""
+    seen_through = is_free(node) or getattr(node.target, "is_view", node.target is getitem)
+    return not seen_through and bool(list(tensors_of(node)))
+
+
+def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The fake tensors that a node makes."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return (v for v in values if isinstance(v, torch.Tensor))
+
+
+def _us(node: fx.Node, target: Target) -> float:
+    """Microseconds of an operator of PyTorch: the time of its tensors in memory or of its products,
+    and a launch."""
+    moved = sum(map(_bytes, (t for n in (node, *node.all_input_nodes) for t in tensors_of(n))))
+    seconds = max(moved / target.bandwidth, _flops(node) / target.tensor_flops)
+    return seconds * 1e6 + target.launch_us
+
+
+def _bytes(t: torch.Tensor) -> int:
+    return elements(t.shape) * t.dtype.itemsize
+
+
+def elements(shape: Iterable[Any]) -> int:
+    """The number of elements of a tensor, in the example where extents may differ."""
+    return prod(1 if (known := hint_of(n)) is None else known for n in shape)
+
+
+def _flops(node: fx.Node) -> float:
+    """Operations of a product or a convolution, as PyTorch counts them; 0 for other operators."""
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0.0
+    given = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = given
+    return float(hint_of(count(*args, **kwargs, out_val=node.meta.get("val"))) or 0)

@@ -1,0 +1,121 @@
+"""Functions of which PyTorch computes a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cutesuper as cs
+from cutesuper.errors import LoweringError, OptionError, TraceError
+from cutesuper.torch.compile import trace
+from cutesuper.torch.compile.trace import superoptimize_callable
+from tests.tracing import Reference, check, randn, traced
+
+X, W, R = randn(6, 32), randn(24, 32), randn(32)
+IMAGE, ONE, THREE, BIAS = randn(2, 16, 5, 7), randn(24, 16, 1, 1), randn(8, 24, 3, 3), randn(24)
+LAST = IMAGE.to(memory_format=torch.channels_last)
+
+PARTS: dict[str, tuple[Any, Any, list[str]]] = {  # program, inputs, what PyTorch computes
+    "cumsum": (lambda x, w: F.silu(torch.cumsum(F.linear(x, w), -1)), (X, W), ["aten.cumsum"]),
+    "convolution": (lambda x, w, y: F.relu(F.conv2d(F.relu(F.conv2d(x, w)), y, padding=1)),
+                    (IMAGE, ONE, THREE), ["aten.convolution"]),
+    "nothing else": (torch.linalg.inv, (randn(4, 4) + 9 * torch.eye(4),),
+                     ["aten.linalg_inv_ex"]),
+    "sorted": (lambda x: F.rms_norm(torch.cumprod(x, 0).sort(-1)[0], (32,)), (X,),
+               ["aten.cumprod", "aten.sort"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_rest_is_pytorchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, inputs, left = PARTS[name]
+    with pytest.raises(TraceError):
+        traced(monkeypatch, fn, inputs)
+    program = traced(monkeypatch, fn, inputs, rest="torch")
+    check(program, fn, inputs)
+    assert [line.split()[0].rsplit(".", 1)[0] for line in program.outside] == left
+
+
+def test_parts_without_a_kernel_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region that no kernel runs is halved as for torch.compile; what is left is named."""
+
+    def optimize(graph: cs.KernelGraph, **options: Any) -> Reference:
+        if any(n.operator == "matmul" for n in graph.nodes):
+            raise LoweringError("no products today")
+        return Reference(graph)
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(F.linear(F.rms_norm(x, (32,)), w), (24,)).exp()
+
+    monkeypatch.setattr(trace, "optimize_graph", optimize)
+    with torch.no_grad():
+        program = superoptimize_callable(fn, (X, W), rest="torch", target="h200")
+    check(program, fn, (X, W))
+    assert len(program.regions) == 2
+    monkeypatch.setattr(Reference, "explain", lambda self: "", raising=False)
+    monkeypatch.setattr(Reference, "predicted_us", 1.25, raising=False)
+    lines = program.explain().splitlines()
+    assert lines[0].endswith(
+        "2 region(s), 2.50 us predicted, and 1.50 us at least of PyTorch's operators"
+    )
+    assert any(line.startswith("PyTorch computes 1 operator(s), 1.5 us") for line in lines)
+    assert any("1 x aten.linear.default: no products today (test_rest.py:" in n for n in lines)
+
+
+def test_buffers_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Conv2d(16, 8, 3), nn.BatchNorm2d(8)).train()
+
+    mine, eager = model(), model()
+    program = traced(monkeypatch, mine, (IMAGE,), rest="torch")
+    with torch.no_grad():
+        torch.testing.assert_close(program(IMAGE), eager(IMAGE))
+    torch.testing.assert_close(dict(mine.named_buffers()), dict(eager.named_buffers()))
+
+
+def test_another_rest_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"rest='eager'.*'refuse' or 'torch'"):
+        cs.superoptimize(F.relu, (X,), rest="eager")
+
+
+@pytest.mark.parametrize("x", [IMAGE, LAST], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("bias", [(), (BIAS,)], ids=["plain", "bias"])
+def test_convolutions_of_one_element_are_products(
+    x: torch.Tensor, bias: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        return F.relu(F.conv2d(x, w, *bias))
+
+    program = traced(monkeypatch, fn, (x, ONE, *bias))
+    check(program, fn, (x, ONE, *bias))
+    assert program(x, ONE, *bias).stride() == fn(x, ONE, *bias).stride()
+    assert not program.outside and len(program.regions) == 1
+
+
+OWN: dict[str, tuple[Any, Any]] = {
+    "rms_norm": (lambda x, w, r: F.linear(cs.ops.rms_norm(x, r), w), (X, W, R)),
+    "swiglu": (lambda x, w: cs.ops.swiglu(F.linear(x, w), F.linear(x, w * 2)), (X, W)),
+    "softmax": (lambda x: cs.ops.softmax(x * 2, -1), (X,)),
+    "a module": (cs.nn.LayerNorm(32), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_our_operators_are_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, inputs = OWN[name]
+    program = traced(monkeypatch, fn, inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(program(*inputs), fn(*inputs))
+    assert not program.outside
+
+
+def test_our_other_operators_run_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = randn(1, 2, 8, 16).half()
+    program = traced(monkeypatch, lambda q: cs.ops.attention(q, q, q), (q,))
+    assert torch.equal(program(q), cs.ops.attention(q, q, q))
+    assert [line.split()[0] for line in program.outside] == ["cutesuper.attention.default"]
