@@ -105,7 +105,7 @@ def typical_integers(
     count, (kind, top, _) = prod(shape), _kind(graph, index)
     least = (top + 1) // 2 if kind == Counts.LENGTHS else 0
     found = _shuffled(rng, np.arange(least, top + 1), count).reshape(shape)
-    return np.sort(found, axis=-1) if kind == Counts.LIMITS else found
+    return np.sort(found, axis=max(0, len(shape) - 2)) if kind == Counts.LIMITS else found
 
 
 def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]:

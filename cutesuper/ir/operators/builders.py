@@ -172,9 +172,9 @@ class NamedOperators:
 
         Args:
             scores: ``[B, ..., L, S]``.
-            limits: an int32 input: of sequences ``[B]``, or of rows ``[B, ..., L]``, where extents
-                may be 1, which must not fall from a row to the next. Rows that see nothing are 0
-                after a softmax. Hidden columns must be finite.
+            limits: an int32 input: of sequences ``[B]``, or of rows ``[B, ..., L, 1]``, where any
+                extent may be 1, which must not fall from a row to the next. Rows that see nothing
+                are 0 after a softmax. Hidden columns must be finite.
             lower: which of these.
             causal: limits of sequences are those of the last row; row i has ``limits[b] - (L - 1 -
                 i)``.

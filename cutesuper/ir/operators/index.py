@@ -133,7 +133,7 @@ class LimitMask(_Limits):
     * of sequences: they have the first dimensions of ``scores``, as those of `LengthMask`; with
       ``causal`` that of row i is ``limits[b] - (L - 1 - i)``, as a window of W columns has
       ``lengths - W``;
-    * of rows: they have all dimensions but the last, where an extent may be 1. They must not fall
+    * of rows: they have all dimensions, the last of extent 1, as others may be. They must not fall
       from a row to the next, as those of windows and of sequences in a row do not: kernels take
       the limits of the first and the last row of a tile for those of all its rows.
     """
@@ -145,14 +145,13 @@ class LimitMask(_Limits):
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         scores, limits = shapes
         call, k = show_call(self.name, shapes), len(limits)
-        of_rows = k == len(scores) - 1
-        pairs = zip(limits, scores, strict=False)
-        fits = all(n == m or (of_rows and n == 1) for n, m in pairs)
-        if len(scores) < 3 or not 0 < k < len(scores) or not fits:
+        of_rows = k == len(scores) and limits[-1] == 1
+        fits = all(n == m or (of_rows and n == 1) for n, m in zip(limits, scores, strict=False))
+        if not fits or not (of_rows or 0 < k <= len(scores) - 2):
             raise ShapeError(
                 f"{call}: limits have the first dimensions of the scores: one or more of "
-                f"{show_shape(scores[:-2])} for sequences, or {show_shape(scores[:-1])} for rows, "
-                "where an extent may be 1"
+                f"{show_shape(scores[:-2])} for sequences, or {show_shape((*scores[:-1], 1))} for "
+                "rows, where others may be 1 as well"
             )
         if of_rows and attributes["causal"]:
             raise ShapeError(f"{call}: limits of rows are what they are; use causal=False")
