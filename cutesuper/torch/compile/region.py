@@ -69,7 +69,7 @@ class Operand:
         shape: of its view; -1 for an extent known at the call.
         dtype: of the input; the tensor is converted if it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
-        lengths: see `cutesuper.torch.compile.graph_builder.Given`.
+        lengths, fill: see `cutesuper.torch.compile.graph_builder.Given`.
     """
 
     node: fx.Node
@@ -79,6 +79,7 @@ class Operand:
     dtype: torch.dtype
     part: tuple[int, int] | None
     lengths: tuple[int, int] | None = None
+    fill: int | None = None
 
 
 @dataclass(frozen=True)
@@ -399,8 +400,9 @@ def _input_view(b: Builder, given: Given) -> Operand:
     shape = tuple(_kernel_length(b, s) for s in given.slots)
     copied = memory_order(t) is None
     return Operand(
-        given.node, tuple(copied_order(t)), copied, shape, given.dtype, given.part, given.lengths
-    )
+        given.node, tuple(copied_order(t)), copied, shape, given.dtype, given.part, given.lengths,
+        given.fill,
+    )  # fmt: skip
 
 
 def _kernel_length(b: Builder, slot: Slot) -> int:
