@@ -262,7 +262,7 @@ class Derivation(KernelGraph):
         for i in self._needed(t):
             facets, args = self.nodes[i].facets, self.nodes[i].inputs
             masks = facets.masks and facets.fill == -inf
-            kept = facets.subtracts or facets.divides or masks
+            kept = facets.subtracts or facets.divides or masks or facets.converts
             first = args if facets.commutes else args[:kept]
             found[i] = i == masked.index or any(found[j] for j in first)
         return found
