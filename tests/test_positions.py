@@ -145,6 +145,47 @@ def test_one_length_of_all_sequences(
         check(program, Decode(mask), (q, k, v, torch.full((batch,), position)))
 
 
+def _window(p: Tensor, rows: Tensor, width: int) -> Tensor:
+    """Keys up to each row's place, as many as a window has."""
+    return (_keys(p) <= rows[..., None]) & (_keys(p) > rows[..., None] - width)
+
+
+#: masks that hide keys in front of one
+WINDOWS: dict[str, tuple[Mask, int, list[str]]] = {
+    "a step": (lambda q, p: _window(p, p, 4)[:, None, None], 1, ["length", "limit"]),
+    "behind a cache": (lambda q, p: _window(p, _from(p, 5), 4), 5, ["length", "limit"]),
+    "a prompt": (lambda q, p: _window(p, torch.arange(9), 3), 9, ["causal", "limit"]),
+    "the lowest number": (lambda q, p: torch.where(
+        _window(p, _from(p, 5), 4), 0.0, torch.finfo(torch.float32).min), 5, ["length", "limit"]),
+    "what is behind": (lambda q, p: (_keys(p) >= p[:, None])[:, None, None], 1, ["limit"]),
+    "padding in front": (lambda q, p: (_keys(p) >= p[:, None])[:, None, None], 9, ["limit"]),
+    "added, turned": (lambda q, p: torch.where(
+        (_keys(p) <= p[:, None])[:, None, None], -torch.inf, 0.0).to(q.dtype), 1, ["limit"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_limits_in_the_place_of_a_mask(
+    monkeypatch: pytest.MonkeyPatch, name: str, batch: int
+) -> None:
+    mask, queries, masks = WINDOWS[name]
+    q, k, v, _ = tensors(batch, 4, queries)
+    p = torch.tensor([3, 5, 9][:batch])
+    program = traced(monkeypatch, Decode(mask), (q, k, v, p))
+    assert [n for n in operators(program) if "_mask" in n] == [f"{n}_mask" for n in masks]
+    for shift in (0, 4, S - queries - 9):
+        check(program, Decode(mask), (q, k, v, p + max(0, shift)))
+
+
+@pytest.mark.parametrize("name", ["a step", "a prompt", "what is behind"])
+def test_limits_are_tried(name: str) -> None:
+    mask, queries, _ = WINDOWS[name]
+    [region] = regions(Decode(mask), tensors(3, 4, queries))
+    sample = Sample(region, key_of(region.graph))
+    assert all(sample.difference(seed) is None for seed in range(3))
+
+
 def test_queries_behind_a_cache_are_tried_with_keys_that_are_there() -> None:
     mask, queries, _ = OF_ALL["several queries"]
     [region] = regions(Decode(mask), tensors(3, 4, queries))
@@ -347,11 +388,10 @@ REFUSED: dict[str, tuple[Mask, int]] = {
         MASKS["bool"](q, p), 0.0, torch.finfo(torch.float32).min).to(q.dtype), 1),
     "the lowest number, and a row without keys": (lambda q, p: torch.where(
         _keys(p) < _from(p, 1)[:, None], 0.0, torch.finfo(torch.float32).min).to(q.dtype), 1),
-    "keys in front of a window": (lambda q, p: (
-        (_keys(p) <= p[:, None]) & (_keys(p) > p[:, None] - 4))[:, None, None], 1),
-    "the other way round": (lambda q, p: torch.where(
-        MASKS["bool"](q, p), -torch.inf, 0.0).to(q.dtype), 1),
-    "what is behind": (lambda q, p: (_keys(p) >= p[:, None])[:, None, None], 1),
+    "two lower limits": (lambda q, p: (
+        (_keys(p) >= p[:, None]) & (_keys(p) >= p[:1, None] - 3))[:, None, None], 1),
+    "the lowest number in front": (lambda q, p: torch.where(
+        _keys(p) >= _from(p, 1)[:, None], 0.0, torch.finfo(torch.float32).min).to(q.dtype), 1),
     "every second key": (lambda q, p: (torch.arange(0, 2 * S, 2) <= p[:, None])[:, None, None], 1),
     "heads at positions": (lambda q, p: (_keys(p) <= p[:, None])[None, :, None], 1),
     "positions that differ for heads": (

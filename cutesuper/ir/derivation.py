@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from cutesuper.errors import GraphError
@@ -260,7 +261,9 @@ class Derivation(KernelGraph):
         found: dict[int, bool] = {}
         for i in self._needed(t):
             facets, args = self.nodes[i].facets, self.nodes[i].inputs
-            first = args if facets.commutes else args[: facets.subtracts or facets.divides]
+            masks = facets.masks and facets.fill == -inf
+            kept = facets.subtracts or facets.divides or masks or facets.converts
+            first = args if facets.commutes else args[:kept]
             found[i] = i == masked.index or any(found[j] for j in first)
         return found
 

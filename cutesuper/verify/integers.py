@@ -22,7 +22,7 @@ from cutesuper.ir.operators.base import Counts, lookup
 #: the rows (odd or even ones) that have no label, in the trials in turn
 _TURNS = (0, 1, 1, 0, 1, 0)
 #: the role of an input that has several is the first of these
-_BY_RANK = (Counts.PAGES, Counts.ROWS, Counts.LABELS)
+_BY_RANK = (Counts.PAGES, Counts.ROWS, Counts.LABELS, Counts.LIMITS)
 #: largest distance of a tried length past the last column
 _BEYOND = 2
 
@@ -56,11 +56,12 @@ def draw_integers(
 ) -> Integers:
     """An integer input for one trial.
 
-    Lengths: of three sequences in a row two end inside the scores, at different places if there are
-    enough, and one is whole, empty, or longer than the scores. The roles change from trial to
-    trial, so that every sequence ends inside in two trials of three. The others are in turn: the
-    first sequence is whole in trial 2 and empty in trial 5. (Drawn at random, a causal mask was
-    missed that shows in a whole sequence only: a sum over a row with anything hidden is -inf.)
+    Lengths and limits: of three sequences in a row two end inside the scores, at different places
+    if there are enough, and one is whole, empty, or longer than the scores. The roles change from
+    trial to trial, so that every sequence ends inside in two trials of three. The others are in
+    turn: the first sequence is whole in trial 2 and empty in trial 5. (Drawn at random, a causal
+    mask was missed that shows in a whole sequence only: a sum over a row with anything hidden is
+    -inf.)
 
     Tables and indices: no page or row occurs twice if there are enough, so that nothing is right by
     chance. Every other index counts from the end; rows that do not exist have no value in a field.
@@ -91,8 +92,8 @@ def draw_integers(
 def typical_integers(
     graph: KernelGraph, index: int, shape: tuple[int, ...], seed: int
 ) -> NDArray[np.int64]:
-    """An integer input for measurements: lengths from half of the columns up to all of them, labels
-    that are classes.
+    """An integer input for measurements: lengths from half of the columns up to all of them, limits
+    that rise from row to row, labels that are classes.
 
     Args:
         graph: the kernel graph.
@@ -103,7 +104,8 @@ def typical_integers(
     rng = np.random.default_rng([seed, index])
     count, (kind, top, _) = prod(shape), _kind(graph, index)
     least = (top + 1) // 2 if kind == Counts.LENGTHS else 0
-    return _shuffled(rng, np.arange(least, top + 1), count).reshape(shape)
+    found = _shuffled(rng, np.arange(least, top + 1), count).reshape(shape)
+    return np.sort(found, axis=max(0, len(shape) - 2)) if kind == Counts.LIMITS else found
 
 
 def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]:

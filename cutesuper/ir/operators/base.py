@@ -54,6 +54,7 @@ class Counts(StrEnum):
     """Meaning of the integer operand of an operator."""
 
     LENGTHS = "lengths"  # of sequences: how many columns are seen
+    LIMITS = "limits"  # of sequences or rows: the first column that is seen, or is not
     PAGES = "pages"  # a table: which page of a cache
     ROWS = "indices"  # of rows: which row of a table
     LABELS = "labels"  # of classes: one column

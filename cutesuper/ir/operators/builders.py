@@ -165,6 +165,22 @@ class NamedOperators:
         """
         return self.apply("length_mask", scores, lengths, causal=causal)
 
+    def limit_mask(
+        self, scores: Tensor, limits: Tensor, lower: bool = True, causal: bool = False
+    ) -> Tensor:
+        """``scores[b, ..., i, j]`` where ``j >= limit``, or ``j < limit``, -inf elsewhere.
+
+        Args:
+            scores: ``[B, ..., L, S]``.
+            limits: an int32 input: of sequences ``[B]``, or of rows ``[B, ..., L, 1]``, where any
+                extent may be 1, which must not fall from a row to the next. Rows that see nothing
+                are 0 after a softmax. Hidden columns must be finite.
+            lower: which of these.
+            causal: limits of sequences are those of the last row; row i has ``limits[b] - (L - 1 -
+                i)``.
+        """
+        return self.apply("limit_mask", scores, limits, lower=lower, causal=causal)
+
     def pick(self, a: Tensor, labels: Tensor) -> Tensor:
         """``a[..., i, j]`` where j is the label of row i, 0 elsewhere.
 

@@ -1,9 +1,10 @@
-"""Operators with an integer operand: lengths of sequences, tables of pages, indices of rows, labels
-of classes.
+"""Operators with an integer operand: lengths of sequences, limits of rows, tables of pages, indices
+of rows, labels of classes.
 
-The first two serve a cache of keys and values: every sequence of a batch has its own length, and
-its keys may lie in pages anywhere in memory (arXiv:2309.06180). Indices name rows of a table, as of
-an embedding. Labels select the log-probability that a cross entropy takes from each row. See
+Lengths and tables serve a cache of keys and values: every sequence of a batch has its own length,
+and its keys may lie in pages anywhere in memory (arXiv:2309.06180). Limits are windows, padding,
+and sequences in a row. Indices name rows of a table, as of an embedding. Labels select the
+log-probability that a cross entropy takes from each row. See
 `cutesuper.ir.operators.base`.
 """
 
@@ -32,28 +33,67 @@ if TYPE_CHECKING:
     from cutesuper.ir.graph import Tensor
 
 
-@operator
-class LengthMask(Operator):
-    """scores[..., i, j] where column j lies in its sequence, -inf elsewhere.
+class _Limits(Operator):
+    """Columns hidden by integers, to which columns are compared. Rows that see nothing have no
+    maximum; softmax makes zeros of them."""
 
-    ``lengths`` has the first dimensions of ``scores`` (``[B]`` for ``[B, H, G, L, S]``). Column j
-    stays where ``j < lengths[b]``; with ``causal`` where ``j < lengths[b] - (L - 1 - i)``, so that
-    the last row sees all of its sequence. A length above S counts as S, one below 0 as 0. Rows that
-    see nothing have no maximum; softmax makes zeros of them.
-    """
-
-    name = "length_mask"
     arity = 2
     attributes: ClassVar[Attributes] = {"causal": False}
     masks = True
     integers: ClassVar[tuple[int, ...]] = (1,)
-    counts = Counts.LENGTHS
 
     def check_attributes(self, given: Attributes) -> Attributes:
         full = super().check_attributes(given)
-        if not isinstance(full["causal"], bool):
-            raise OperatorError(f"length_mask(causal={full['causal']!r}): must be True or False")
+        for name, value in full.items():
+            if not isinstance(value, bool):
+                raise OperatorError(f"{self.name}({name}={value!r}): must be True or False")
         return full
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return extent(shapes[0][-1])
+
+    def keep(self, shape: tuple[int, ...], limits: Any, attributes: Attributes) -> Any:
+        """Mask of the scores that stay, as a torch tensor that broadcasts to their shape."""
+        import torch
+
+        m, n = shape[-2:]
+        rows, columns = np.arange(m)[:, None], np.arange(n)
+        ends = limits.cpu().numpy().reshape(*limits.shape, *[1] * (len(shape) - limits.dim()))
+        keep = self.visible(rows, columns, (m, n), attributes, ends)
+        return torch.from_numpy(np.ascontiguousarray(keep)).to(limits.device)
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        scores, limits = args
+        keep = self.keep(tuple(scores.shape), limits, attributes)
+        return scores.masked_fill(~keep, -torch.inf)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor | None]:
+        """dy where elements stay, 0 elsewhere, as for ``causal_mask``."""
+        if g.vanishes(dy, y):
+            return [dy, None]
+        zero = g.apply(self.name, g.zeros(args[0]), args[1], **attributes)
+        return [g.mul(dy, g.exp(zero)), None]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """A function of the scores; the integers they meet are part of its name."""
+        return opaque(self.name, a, args, {**attributes, str(self.counts): args[1]})
+
+
+@operator
+class LengthMask(_Limits):
+    """scores[..., i, j] where column j lies in its sequence, -inf elsewhere.
+
+    ``lengths`` has the first dimensions of ``scores`` (``[B]`` for ``[B, H, G, L, S]``). Column j
+    stays where ``j < lengths[b]``; with ``causal`` where ``j < lengths[b] - (L - 1 - i)``, so that
+    the last row sees all of its sequence. A length above S counts as S, one below 0 as 0.
+    """
+
+    name = "length_mask"
+    counts = Counts.LENGTHS
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         scores, lengths = shapes
@@ -83,38 +123,51 @@ class LengthMask(Operator):
             columns = columns + (extents[0] - 1 - rows)
         return (columns < integers) & (columns < extents[1])
 
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
-        return extent(shapes[0][-1])
 
-    def keep(self, shape: tuple[int, ...], lengths: Any, attributes: Attributes) -> Any:
-        """Mask of the scores that stay, as a torch tensor that broadcasts to their shape."""
-        import torch
+@operator
+class LimitMask(_Limits):
+    """scores[..., i, j] on one side of a limit, -inf elsewhere: of sequences, or of rows.
 
-        m, n = shape[-2:]
-        rows, columns = np.arange(m)[:, None], np.arange(n)
-        ends = lengths.cpu().numpy().reshape(*lengths.shape, *[1] * (len(shape) - lengths.dim()))
-        keep = self.visible(rows, columns, (m, n), attributes, ends)
-        return torch.from_numpy(np.ascontiguousarray(keep)).to(lengths.device)
+    Column j stays where ``j >= limit`` if ``lower``, else where ``j < limit``. Limits are
 
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        import torch
+    * of sequences: they have the first dimensions of ``scores``, as those of `LengthMask`; with
+      ``causal`` that of row i is ``limits[b] - (L - 1 - i)``, as a window of W columns has
+      ``lengths - W``;
+    * of rows: they have all dimensions, the last of extent 1, as others may be. They must not fall
+      from a row to the next, as those of windows and of sequences in a row do not: kernels take
+      the limits of the first and the last row of a tile for those of all its rows.
+    """
 
-        scores, lengths = args
-        keep = self.keep(tuple(scores.shape), lengths, attributes)
-        return scores.masked_fill(~keep, -torch.inf)
+    name = "limit_mask"
+    attributes: ClassVar[Attributes] = {"lower": True, "causal": False}
+    counts = Counts.LIMITS
 
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> list[Tensor | None]:
-        """dy where elements stay, 0 elsewhere, as for ``causal_mask``."""
-        if g.vanishes(dy, y):
-            return [dy, None]
-        zero = g.apply(self.name, g.zeros(args[0]), args[1], **attributes)
-        return [g.mul(dy, g.exp(zero)), None]
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        scores, limits = shapes
+        call, k = show_call(self.name, shapes), len(limits)
+        of_rows = k == len(scores) and limits[-1] == 1
+        fits = all(n == m or (of_rows and n == 1) for n, m in zip(limits, scores, strict=False))
+        if not fits or not (of_rows or 0 < k <= len(scores) - 2):
+            raise ShapeError(
+                f"{call}: limits have the first dimensions of the scores: one or more of "
+                f"{show_shape(scores[:-2])} for sequences, or {show_shape((*scores[:-1], 1))} for "
+                "rows, where others may be 1 as well"
+            )
+        if of_rows and attributes["causal"]:
+            raise ShapeError(f"{call}: limits of rows are what they are; use causal=False")
+        return scores
 
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """A function of the scores; the lengths they meet are part of its name."""
-        return opaque(self.name, a, args, {**attributes, "lengths": args[1]})
+    def visible(
+        self,
+        rows: Any,
+        columns: Any,
+        extents: tuple[Any, Any],
+        attributes: Attributes,
+        integers: Any = None,
+    ) -> Any:
+        if attributes["causal"]:
+            columns = columns + (extents[0] - 1 - rows)
+        return columns >= integers if attributes["lower"] else columns < integers
 
 
 class _Gather(Operator):

@@ -102,7 +102,7 @@ def _work(plan: AttentionPlan) -> _Work:
     widths = {plan.key_load: plan.extent(plan.inner), plan.value_load: plan.extent(plan.columns)}
     scores = [op for op in plan.program.ops if _on_scores(plan, op)]
     exps = sum(op.facets.exponential for op in scores)
-    lengths = [d for m in plan.masks if m.lengths is not None for d in m.lengths.labels]
+    lengths = [d for m in plan.masks if m.written for d in m.along(plan.batch)]
     return _Work(
         bytes_moved(plan.program, itemsizes),
         sum(widths.values()) * plan.element_bytes,
@@ -139,7 +139,7 @@ class _Model:
         """Tiles of keys of a block for each tile of the label whose position hides keys, the
         longest first. Parts divide the keys that a tile of rows sees."""
         p = self.plan
-        mask = next((m for m in p.masks if m.rows is not None), None)
+        mask = next((m for m in p.masks if m.rows is not None and not m.lower), None)
         if mask is None or mask.rows is None:
             return [p.loop]
         tile, whole = p.tile(mask.rows), p.extent(mask.rows)

@@ -104,7 +104,7 @@ def _mask(plan: AttentionPlan, mask: Mask) -> str:
     terms += [str(plan.program.dims[mask.added])] if mask.added else []
     terms += [f"-{plan.program.dims[mask.taken]}"] if mask.taken else []
     limit = " + ".join([*terms, *([str(mask.offset)] if mask.offset else [])])
-    return f"keys {plan.keys} < {limit.replace('+ -', '- ') or 0}"
+    return f"keys {plan.keys} {'>=' if mask.lower else '<'} {limit.replace('+ -', '- ') or 0}"
 
 
 def _sum_lines(plan: AttentionPlan) -> list[str]:

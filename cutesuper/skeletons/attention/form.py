@@ -119,15 +119,6 @@ class AttentionForm:
             return "an unused grid axis"
         return None
 
-    # ------------------------------------------------------------------------------------- extents
-
-    def causal(self, program: BlockProgram) -> str | None:
-        """The row label of a mask that hides the keys after a row's own position, or None."""
-        for op in program.ops:
-            if op.facets.masks and op.attributes.get("causal", True):
-                return op.attributes["rows"]
-        return None
-
 
 def attention_form(
     region: Region, program: LabelledProgram, products: list[LabelledOp]

@@ -13,7 +13,7 @@ and positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -73,14 +73,18 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that a row sees: those before a limit, ``offset + length + position``.
+    """The keys that a row sees: those before a limit, ``offset + length + position``, or those from
+    it on.
 
     Attributes:
-        lengths: the tensor of lengths, None if there is none.
+        lengths: the tensor of lengths or limits, None if there is none.
         rows: the label whose position counts, None if there is none.
         offset: for causal attention from the first key 1, to the last key 1 + keys - rows, without
             extents that are symbolic.
         added, taken: labels whose symbolic extents count as well: of the keys, of the rows.
+        lower: whether the row sees the keys from the limit on.
+        rises: whether they are limits, which may differ from row to row and do not fall; not the
+            lengths of sequences, behind which memory may hold anything.
     """
 
     lengths: View | None
@@ -88,6 +92,17 @@ class Mask:
     offset: int
     added: str | None = None
     taken: str | None = None
+    lower: bool = False
+    rises: bool = False
+
+    @property
+    def written(self) -> bool:
+        """True for lengths, which say how many keys were written."""
+        return self.lengths is not None and not self.rises
+
+    def along(self, labels: Iterable[str]) -> list[str]:
+        """Those of some labels along which its lengths differ."""
+        return [] if self.lengths is None else [d for d in labels if d in self.lengths.labels]
 
 
 @dataclass(frozen=True)
@@ -295,6 +310,11 @@ class AttentionPlan(Plan[AttentionSchedule]):
         """True if the number of visible keys differs between tiles of rows or calls."""
         return bool(self.masks) or self.grows(self.keys)
 
+    @property
+    def begins(self) -> bool:
+        """True if keys in front of a limit are hidden."""
+        return any(m.lower for m in self.masks)
+
     def grows(self, label: str) -> bool:
         """True if the extent of a label is symbolic."""
         return isinstance(self.program.dims[label], Symbol)
@@ -487,7 +507,7 @@ def _by_tile(plan: AttentionPlan) -> Iterator[Limit]:
                 f"at most {MAX_WIDTH}",
             )
     for mask in plan.masks:
-        if mask.lengths is not None and not set(mask.lengths.labels).isdisjoint(plan.rows):
+        if len(mask.along(plan.rows)) > mask.rises:
             yield Limit(
                 "lengths that differ between the rows of a tile",
                 "the attention loop cannot run this program: lengths differ between the rows of a "

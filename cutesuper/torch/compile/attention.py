@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from cutesuper.autodiff.gradient import Split, split
+from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
 from cutesuper.torch.compile.factored_dims import (
@@ -40,7 +41,7 @@ from cutesuper.torch.compile.graph_builder import (
     translated,
 )
 from cutesuper.torch.compile.length_masks import Lengths, mask_of, read_lengths
-from cutesuper.torch.compile.masked import join_lengths, lengths_in
+from cutesuper.torch.compile.masked import join_lengths, lengths_in, limited
 from cutesuper.torch.compile.products import multiplied
 from cutesuper.torch.compile.table import Arguments, Entry, arguments_of, enter, entry_of, number
 
@@ -156,8 +157,8 @@ class Attention(_Attention):
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         limits = self._limits(node, a)
         q, _, v = self.sides(s, node, a)
-        if limits is not None and limits.node is not None:
-            join_lengths(s, limits.node, q.dims[0])
+        for given in [] if limits is None else limits.nodes:
+            join_lengths(s, given, q.dims[0])
         y = Value((*q.dims[:-1], v.dims[-1]))
         if not isinstance(node.meta["val"], tuple | list):
             return y
@@ -182,11 +183,18 @@ class Attention(_Attention):
         query = multiplied(b, node, a["query"], at.query)
         limits, sequences = self._limits(node, a), b.value(a["query"]).dims[0]
         heads, rank = at.key, 2
-        if limits is not None and limits.node is not None and not leaves(sequences):
+        counted = limits is not None and (limits.node is not None or limits.first is not None)
+        if counted and not leaves(sequences):
             # one sequence; not the query's dimension, which may be computed without it
             heads, rank = (None, *heads), len(heads) + 1
         key = multiplied(b, node, a["key"], heads, rank)
         value = multiplied(b, node, a["value"], at.value)
+        if limits is not None and limits.first is not None:
+            scale = _scale(node, a)
+            scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
+            scores = b.g.mul(b.g.matmul(query, b.g.transpose(key)), scale)
+            scores = limited(b, node, scores, limits, sequences)
+            return b.g.matmul(b.g.softmax(scores), value)
         return b.g.scaled_dot_product_attention(
             query,
             key,

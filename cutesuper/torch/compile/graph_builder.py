@@ -128,6 +128,7 @@ class Given:
         part: the range of the first slot that it covers; None for all.
         lengths: for a tensor of lengths: the offset that is added, and the largest length that
             makes a difference.
+        fill: the number of which the input is full, on the device of the tensor, if it is.
     """
 
     node: fx.Node
@@ -135,6 +136,7 @@ class Given:
     dtype: torch.dtype
     part: tuple[int, int] | None = None
     lengths: tuple[int, int] | None = None
+    fill: int | None = None
 
 
 def fake(node: fx.Node) -> torch.Tensor:
@@ -447,7 +449,7 @@ class Builder:
         args = [self.g.tensor(i) for i in t.node.inputs]
         if t.node.operator == INPUT:
             given = self.operands[self.g.inputs.index(t.index)]
-            if given.part is None and given.lengths is None:
+            if given.part is None and given.lengths is None and given.fill is None:
                 return []
         elif t.node.facets.permutes:
             return [a.index for a in args]
@@ -538,6 +540,15 @@ class Builder:
         if key not in self._inputs:
             self._inputs[key] = self.g.new_input(self._shape_of(slots), torch.int32)
             self.operands.append(Given(node, slots, torch.int32, None, (offset, most)))
+        return self._inputs[key]
+
+    def filled(self, slots: Slots, number: int) -> Tensor:
+        """An int32 input with these slots, full of a number."""
+        key = ("full", slots, number)
+        if key not in self._inputs:
+            self._inputs[key] = self.g.new_input(self._shape_of(slots), torch.int32)
+            beside = self.operands[0].node
+            self.operands.append(Given(beside, slots, torch.int32, fill=number))
         return self._inputs[key]
 
     def index(self, node: fx.Node, operand: Any, limits: tuple[int, int]) -> tuple[Tensor, Slots]:

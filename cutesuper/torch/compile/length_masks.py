@@ -9,7 +9,7 @@ with a mask that is added to scores, before a softmax that a model has written i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -34,6 +34,18 @@ _FILLED = ("added", "lowest")
 
 
 @dataclass(frozen=True)
+class First:
+    """The first key that each sequence sees, ``node + offset``; with ``causal`` that of the last
+    query, and one less for each one before it. More than ``most`` makes no difference. Without a
+    node it is a number, the same for all."""
+
+    node: fx.Node | None
+    offset: int
+    most: int
+    causal: bool
+
+
+@dataclass(frozen=True)
 class Lengths:
     """The keys that each sequence sees: the first ``node + offset`` of them.
 
@@ -44,12 +56,20 @@ class Lengths:
         most: lengths beyond this make no difference.
         causal: whether the last query sees these keys, and each one before it one less; without a
             node, whether the first query sees one key, and each one behind it one more.
+        first: the first key that is seen, where others are in front of it.
     """
 
     node: fx.Node | None
     offset: int
     most: int
     causal: bool = False
+    first: First | None = None
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The integers that the limits are made of."""
+        both = (self.node, self.first.node if self.first else None)
+        return [n for n in both if n is not None]
 
 
 def mask_of(a: Arguments) -> Any:
@@ -122,7 +142,7 @@ def read_lengths(node: fx.Node, mask: fx.Node) -> Lengths:
         mask: see `mask_read`.
 
     Raises:
-        Unsupported: it is made of something else, or hides other keys than those behind a length.
+        Unsupported: it is made of something else, or leaves no range of keys.
     """
     scores = _scores(node)
     found = marks_of(mask)
@@ -131,12 +151,13 @@ def read_lengths(node: fx.Node, mask: fx.Node) -> Lengths:
         raise Unsupported(node, f"{_OTHER}, {_INSTEAD}")
     queries, keys = scores[-2:]
     limits = [n for n in found.limits if not _hides_nothing(n, queries, keys)]
-    if any(not n.upper for n in limits):
-        raise Unsupported(node, f"{_OTHER}: it hides keys in front of one; {_INSTEAD}")
-    if len(limits) > 1 or (found.kind == "lowest" and not all(map(_shows_one, limits))):
+    ends, starts = [n for n in limits if n.upper], [n for n in limits if not n.upper]
+    if max(len(ends), len(starts)) > 1 or (found.kind == "lowest" and not _shows_one(ends, starts)):
         raise Unsupported(node, f"{_OTHER}, {_INSTEAD}")
-    lengths = _lengths(limits, queries, keys)
-    if lengths is None:
+    lengths = _lengths(ends, queries, keys)
+    if lengths is not None and starts:
+        lengths = replace(lengths, first=_first(starts[0], queries, keys))
+    if lengths is None or (starts and lengths.first is None):
         raise Unsupported(
             node,
             "takes a mask tensor made of positions for several queries; kernels have lengths for "
@@ -178,10 +199,23 @@ def _hides_nothing(n: Limit, queries: Any, keys: Any) -> bool:
     return n.known >= keys if n.upper else n.known + (queries - 1) * n.counts <= 0
 
 
-def _shows_one(n: Limit) -> bool:
-    """True for an upper limit behind the first key, for every query: of a row that sees no key the
-    lowest number makes a mean of all of them."""
-    return n.known >= 1 if n.known is not None else n.begun and n.offset >= 1
+def _shows_one(ends: Sequence[Limit], starts: Sequence[Limit]) -> bool:
+    """True for an upper limit behind the first key, for every query, and behind a lower limit that
+    moves with it: of a row that sees no key the lowest number makes a mean of all of them."""
+    for n in ends:
+        if not (n.known >= 1 if n.known is not None else n.begun and n.offset >= 1):
+            return False
+    pairs = [(n, m) for n in ends for m in starts]
+    alike = all((n.node, n.counts) == (m.node, m.counts) for n, m in pairs)
+    return not starts or (bool(ends) and alike and all(n.offset > m.offset for n, m in pairs))
+
+
+def _first(n: Limit, queries: Any, keys: Any) -> First | None:
+    """The first key that a lower limit leaves; None if queries cannot be counted."""
+    if not isinstance(queries, int):
+        return None
+    last = queries - 1 if n.counts else 0
+    return First(n.node, n.offset + last, int(keys) + last, n.counts)
 
 
 def _lengths(limits: Sequence[Limit], queries: Any, keys: Any) -> Lengths | None:
@@ -205,7 +239,7 @@ def reads(node: fx.Node) -> list[fx.Node]:
         return [n for n in node.all_input_nodes if n not in unread]
     others = [a[n] for n in ("query", "key", "value", "self", "other") if n in a]
     needed = [n for n in others if n is not mask]
-    return needed if lengths.node is None else [*needed, lengths.node]
+    return [*needed, *lengths.nodes]
 
 
 def makers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -234,7 +268,7 @@ def _makers(node: fx.Node) -> Iterator[fx.Node]:
     todo = [mask_read(node)]
     while todo:
         n = todo.pop()
-        if n is None or n is lengths.node:
+        if n is None or n in lengths.nodes:
             continue
         if isinstance(n.meta.get("val"), torch.Tensor):
             yield n

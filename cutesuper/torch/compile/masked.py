@@ -20,8 +20,8 @@ class Masked(Pointwise):
         if limits is None:
             return super().shape(s, node, a)
         scores = s.of(self._scores(node, a))
-        if limits.node is not None:
-            join_lengths(s, limits.node, scores.dims[0])
+        for given in limits.nodes:
+            join_lengths(s, given, scores.dims[0])
         for one in scores.dims[-2:]:
             s.whole(one)
         return scores
@@ -32,16 +32,11 @@ class Masked(Pointwise):
             return super().build(b, node, a)
         scores = self._scores(node, a)
         first, *rest = b.value(scores).dims
-        lengths = lengths_in(b, node, limits, first)
         own, rows, keys = (b.groups(leaves(d)) or (None,) for d in (first, *rest[-2:]))
         heads = b.groups(tuple(p for d in rest[:-2] for p in leaves(d)))
         slots = (*own, *heads, *rows, *keys)
         x = b.tensor(node, scores, slots, rank=len(slots))
-        if lengths is not None:
-            x = b.g.length_mask(x, lengths, causal=limits.causal)
-        elif limits.causal:
-            x = b.g.causal_mask(x)
-        return Built(x, slots)
+        return Built(limited(b, node, x, limits, first), slots)
 
     def _scores(self, node: fx.Node, a: Arguments) -> fx.Node:
         return a["other"] if a["self"] is mask_read(node) else a["self"]
@@ -58,6 +53,23 @@ def join_lengths(s: Shapes, lengths: fx.Node, sequences: Dims) -> None:
     elif not isinstance(extent_of(sequences), int):
         raise Unsupported(lengths, "is one length for sequences whose number is known at the call")
     s.whole(sequences)
+
+
+def limited(b: Builder, node: fx.Node, x: Tensor, limits: Lengths, sequences: Dims) -> Tensor:
+    """Scores of which the limits hide some."""
+    lengths, first = lengths_in(b, node, limits, sequences), limits.first
+    if lengths is not None:
+        x = b.g.length_mask(x, lengths, causal=limits.causal)
+    elif limits.causal:
+        x = b.g.causal_mask(x)
+    if first is None:
+        return x
+    own = b.one(node, sequences)
+    if first.node is None:
+        starts = b.filled((own,), first.offset)
+    else:
+        starts = b.lengths(first.node, (own,), first.offset, first.most)
+    return b.g.limit_mask(x, starts, causal=first.causal)
 
 
 def lengths_in(b: Builder, node: fx.Node, limits: Lengths, sequences: Dims) -> Tensor | None:

@@ -69,7 +69,7 @@ class Operand:
         shape: of its view; -1 for an extent known at the call.
         dtype: of the input; the tensor is converted if it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
-        lengths: see `cutesuper.torch.compile.graph_builder.Given`.
+        lengths, fill: see `cutesuper.torch.compile.graph_builder.Given`.
         limits: see `cutesuper.torch.compile.graph_builder.Builder`; None for no indices.
     """
 
@@ -81,6 +81,7 @@ class Operand:
     part: tuple[int, int] | None
     lengths: tuple[int, int] | None = None
     limits: tuple[int, int] | None = None
+    fill: int | None = None
 
 
 @dataclass(frozen=True)
@@ -409,6 +410,7 @@ def _input_view(b: Builder, given: Given) -> Operand:
     return Operand(
         given.node, tuple(copied_order(t)), copied, shape, given.dtype, given.part, given.lengths,
         limits,
+        given.fill,
     )  # fmt: skip
 
 

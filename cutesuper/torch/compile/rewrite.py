@@ -123,6 +123,9 @@ def _operand(
     node = replaced.get(o.node, o.node)
     val = node.meta["val"]
     shape = list(val.shape)
+    if o.fill is not None:
+        options = {"dtype": o.dtype, "device": val.device, "pin_memory": False}
+        return graph.call_function(_aten.full.default, (list(o.shape), o.fill), options)
     if o.lengths is not None:
         node = _lengths_of(graph, node, val.dtype, *o.lengths)
     if o.limits is not None and val.device.type not in KERNEL_DEVICES:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from cutesuper.ir.dims import Symbol, extent
-from cutesuper.ir.operators.base import Counts
+from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.ir.relations import ordered, reachable
 from cutesuper.torch.compile.attention import AttentionBackward
 from cutesuper.torch.compile.attention_exact import attention
@@ -163,8 +163,10 @@ class Sample:
 
 def lengths_in(region: Region) -> dict[fx.Node, tuple[int, int]]:
     """The least and the largest value of each tensor of lengths with which every query sees a key,
-    and none sees more keys than there are."""
+    and none sees more keys than there are. What is seen begins with the first key, unless nothing
+    else is hidden, or the integers are lengths as well."""
     g, found = region.graph, dict[fx.Node, tuple[int, int]]()
+    starts = dict[fx.Node, tuple[int, int]]()
     for place, o in enumerate(region.inputs):
         if o.lengths is None:
             continue
@@ -172,8 +174,12 @@ def lengths_in(region: Region) -> dict[fx.Node, tuple[int, int]]:
         causal = any(n.attributes.get("causal", n.attributes.get("is_causal")) for n in readers)
         rows = extent(g.nodes[readers[0].inputs[0]].shape[-2]) if causal else 1
         offset, most = o.lengths
+        if readers[0].attributes.get("lower"):
+            others = lookup(g.nodes[readers[0].inputs[0]].operator).masks
+            starts[o.node] = (-offset, (0 if others else most - 1) - offset)
+            continue
         found[o.node] = (rows - offset, most - (rows - 1) - offset)
-    return found
+    return starts | found
 
 
 # ------------------------------------------------------------------------------------ the subgraph

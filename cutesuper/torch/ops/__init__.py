@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cutesuper.torch.ops.attention.flex import flex_attention
-from cutesuper.torch.ops.attention.operator import attention
+from cutesuper.torch.ops.attention.operator import attention, packed_limits
 from cutesuper.torch.ops.heads.cross_entropy import linear_cross_entropy
 from cutesuper.torch.ops.rowwise.activations import add_activation, geglu, normalized_update, swiglu
 from cutesuper.torch.ops.rowwise.cross_entropy import cross_entropy
@@ -20,6 +20,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "normalized_update",
+    "packed_limits",
     "rms_norm",
     "softmax",
     "swiglu",

@@ -177,14 +177,17 @@ class RowFacts:
     Attributes:
         values: fp32, of each row, in the order of the plan.
         beside: for each load that meets the scores, the offsets of the rows in its tensor.
-        limits: number of keys that each row sees.
-        least: that of the first row of the tile.
+        begins, limits: the first key that each row sees, if masks hide keys in front of one, and
+            the end of its keys.
+        latest, least: the first of these of the last row of the tile, the second of the first row.
         end: of the keys that have been written.
     """
 
     values: list[list[Any]]
     beside: dict[int, list[Any]]
+    begins: list[Any]
     limits: list[Any]
+    latest: Any
     least: Any
     end: Any
 

@@ -31,7 +31,7 @@ class KeyValues:
         self.k, self.rows = known, rows
         self.plan = plan = known.plan
         #: True if sequences have lengths: memory behind the last key may then hold anything
-        self.clears = rows.has_lengths
+        self.clears = any(m.written for m in plan.masks)
         self.order = list(plan.key_values)
         self.threads = 32 * plan.helpers
 

@@ -157,6 +157,11 @@ class AttentionKernel:
             first, count = part * k.steps, k.steps
         else:
             tiles = (self.rows.visible(tensors, place) + k.key_tile - 1) // k.key_tile
+            if cutlass.const_expr(plan.begins):
+                begin = self.rows.first(tensors, place) // k.key_tile
+                tiles = cutlass.max(tiles - begin, 0)
             first = part * tiles // plan.parts
             count = (part + 1) * tiles // plan.parts - first
+            if cutlass.const_expr(plan.begins):
+                first += begin
         return first, count

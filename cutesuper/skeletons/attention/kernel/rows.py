@@ -50,16 +50,18 @@ def byte_piece(depth: int, piece: Any, row: Any) -> Any:
 
 
 def masked_length(
-    extents: Extents, mask: Mask, tensors: list[cute.Tensor], batch: dict[str, Any], columns: Any
+    extents: Extents, mask: Mask, tensors: list[cute.Tensor], at: dict[str, Any], columns: Any
 ) -> Any:
-    """The length that a mask reads for a batch, at most the number of columns; 0 if it has none."""
+    """The length that a mask reads at some coordinates, at most the number of columns, or the
+    limit, at least 0; 0 if it has none."""
     view = mask.lengths
     if view is None:
         return 0
     offset = Int32(0)
     for d in view.labels:
-        offset += batch[d] * extents.stride(view, d, tensors)
-    return cutlass.min(element(tensors[view.argument].iterator, offset), columns)
+        offset += at[d] * extents.stride(view, d, tensors)
+    found = element(tensors[view.argument].iterator, offset)
+    return cutlass.max(found, 0) if mask.rises else cutlass.min(found, columns)
 
 
 def masked_offset(extents: Extents, mask: Mask, tensors: list[cute.Tensor]) -> Any:
@@ -179,28 +181,52 @@ class Rows:
         batch = unravel(z, {d: extents[d] for d in plan.batch})
         rank = part % plan.cluster
         keys = self.k.extents.of(plan.keys, tensors)
-        lengths = [masked_length(self.k.extents, m, tensors, batch, keys) for m in plan.masks]
+        lengths = [
+            0 if m.along(plan.rows) else masked_length(self.k.extents, m, tensors, batch, keys)
+            for m in plan.masks
+        ]
         offsets = [masked_offset(self.k.extents, m, tensors) for m in plan.masks]
         return Place(part, rank, tile, tiles, batch, lengths, offsets, keys)
 
-    def limit(self, place: Place, positions: dict[str, Any]) -> Any:
-        """Number of keys visible to a row at these positions (none if not positive)."""
+    def limit(self, place: Place, positions: dict[str, Any], tensors: list[cute.Tensor]) -> Any:
+        """End of the keys visible to a row at these positions (none if not positive)."""
         limit: Any = place.keys
-        masks = zip(self.plan.masks, place.lengths, place.offsets, strict=True)
-        for mask, length, offset in masks:
-            own = length + offset
-            if mask.rows is not None:
-                own = own + positions[mask.rows]
-            limit = cutlass.min(limit, own)
+        for n, mask in enumerate(self.plan.masks):
+            if not mask.lower:
+                limit = cutlass.min(limit, self._bound(n, place, positions, tensors))
         return limit
 
+    def begin(self, place: Place, positions: dict[str, Any], tensors: list[cute.Tensor]) -> Any:
+        """The first key visible to a row at these positions."""
+        begin: Any = Int32(0)
+        for n, mask in enumerate(self.plan.masks):
+            if mask.lower:
+                begin = cutlass.max(begin, self._bound(n, place, positions, tensors))
+        return begin
+
+    def _bound(
+        self, n: int, place: Place, positions: dict[str, Any], tensors: list[cute.Tensor]
+    ) -> Any:
+        """The limit that the n-th mask sets for a row; for padding that of the last row."""
+        mask, length, extents = self.plan.masks[n], place.lengths[n], self.k.extents
+        if own := mask.along(self.plan.rows):
+            last = {d: cutlass.min(positions[d], extents.of(d, tensors) - 1) for d in own}
+            length = masked_length(extents, mask, tensors, {**place.batch, **last}, place.keys)
+        bound = length + place.offsets[n]
+        return bound if mask.rows is None else bound + positions[mask.rows]
+
     def visible(self, tensors: list[cute.Tensor], place: Place) -> Any:
-        """Number of keys visible to any row of this block."""
+        """End of the keys visible to any row of this block."""
         last = {**place.batch}
         for d in self.plan.rows:
             end = (place.tiles[d] + 1) * self.plan.tile(d)
             last[d] = cutlass.min(end, self.k.extents.of(d, tensors)) - 1
-        return cutlass.max(self.limit(place, last), 0)
+        return cutlass.max(self.limit(place, last, tensors), 0)
+
+    def first(self, tensors: list[cute.Tensor], place: Place) -> Any:
+        """The first key visible to any row of this block."""
+        first = {d: place.tiles[d] * self.plan.tile(d) for d in self.plan.rows}
+        return self.begin(place, {**place.batch, **first}, tensors)
 
     def row(self, warp: Any, lane: Any, r: int) -> Any:
         """Index of a thread's r-th row in its warpgroup's tile, as products assign rows."""
@@ -238,7 +264,7 @@ class Rows:
                 self.compute(here)
             along_rows = group // self.k.key_groups
             Meeting(ROWS_BARRIER + along_rows, 128 * self.k.key_groups).meet()
-        values, limits, at = [], [], []
+        values, begins, limits, at, latest = [], [], [], [], Int32(0)
         for r in cutlass.range_constexpr(self.per_thread):
             row = self.row(here.warp, here.lane, r)
             own = []
@@ -247,20 +273,26 @@ class Rows:
                 own.append(element(memory.row_values, slot))
             values.append(own)
             positions, _ = self.positions(place, group, row)
-            limits.append(self.limit(place, positions))
+            limits.append(self.limit(place, positions, here.tensors))
             at.append(positions)
-        begin, _ = self.positions(place, group, 0)
+            if cutlass.const_expr(self.plan.begins):
+                begins.append(self.begin(place, positions, here.tensors))
+        first, _ = self.positions(place, group, 0)
+        if cutlass.const_expr(self.plan.begins):
+            last, _ = self.positions(place, group, self.count - 1)
+            latest = self.begin(place, last, here.tensors)
+        least = self.limit(place, first, here.tensors)
         beside = {
             i: [self.line(view, positions, here.tensors) for positions in at]
             for i, view in self.plan.beside.items()
         }
-        return RowFacts(values, beside, limits, self.limit(place, begin), self.last_key(place))
+        return RowFacts(values, beside, begins, limits, latest, least, self.last_key(place))
 
     def last_key(self, place: Place) -> Any:
         """End of the keys that have ever been written; memory behind it may hold anything."""
         end: Any = place.keys
         for mask, length in zip(self.plan.masks, place.lengths, strict=True):
-            if mask.lengths is not None:
+            if mask.written:
                 end = cutlass.min(end, length)
         return end
 

@@ -131,6 +131,9 @@ class Scores:
         if cutlass.const_expr(self.plan.ragged):
             if keys + self.k.key_tile > rows.least:
                 boundary = Int32(1)
+        if cutlass.const_expr(self.plan.begins):
+            if keys < rows.latest:
+                boundary = Int32(1)
         if cutlass.const_expr(self.shifted):
             if cutlass.const_expr(self.plan.ragged):
                 if boundary != 0:
@@ -146,7 +149,10 @@ class Scores:
         for r in cutlass.range_constexpr(self.rows):
             limit = rows.limits[r] - first
             for i, column in self.elements(r):
-                scores[i] = choose(column < limit, scores[i], value)
+                seen = column < limit
+                if cutlass.const_expr(self.plan.begins):
+                    seen = seen & (column >= rows.begins[r] - first)
+                scores[i] = choose(seen, scores[i], value)
 
     @cute.jit
     def shift(self, scores, state, rows):

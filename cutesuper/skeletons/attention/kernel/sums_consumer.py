@@ -191,7 +191,7 @@ class SumsConsumer:
         first = thread.place.tile * self.p.row_tile + thread.group * ROW_BLOCK
         at = [first + (thread.warp % 4) * 16 + thread.lane // 4 + 8 * r for r in range(2)]
         values = [self.p.row_values(thread.place, row, thread.tensors) for row in at]
-        limits = [self.p.window(thread.place, row) for row in at]
+        limits = [self.p.window(thread.place, row, thread.tensors) for row in at]
         _, low, high, _ = self.p.windows(thread.place, first, ROW_BLOCK, thread.tensors)
         beside = {
             i: [self.p.line(view, thread.place, row, thread.tensors) for row in at]

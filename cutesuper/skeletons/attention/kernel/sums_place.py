@@ -15,8 +15,8 @@ from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import element
 from cutesuper.device.products import Products, products
 from cutesuper.skeletons.attention.kernel.rows import masked_length, masked_offset
-from cutesuper.skeletons.attention.plan import ROW_BLOCK
-from cutesuper.skeletons.attention.sums.plan import SumsPlan
+from cutesuper.skeletons.attention.plan import ROW_BLOCK, Mask
+from cutesuper.skeletons.attention.sums.plan import Sight, SumsPlan
 from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, described, labelled, unravel
 
@@ -101,27 +101,62 @@ class Places:
         for sight in plan.sights:
             columns = plan.rows if sight.across else plan.loop
             whole = self.extents.of(columns, tensors)
-            lengths.append(masked_length(self.extents, sight.mask, tensors, batch, whole))
+            lengths.append(
+                0
+                if sight.mask.along((plan.rows, plan.loop))
+                else masked_length(self.extents, sight.mask, tensors, batch, whole)
+            )
             offsets.append(masked_offset(self.extents, sight.mask, tensors))
         return Place(tile, batch, lengths, offsets, self.extents.of(plan.loop, tensors))
 
     # -------------------------------------------------------------------------------- visibility
 
-    def window(self, place: Place, row: Any) -> tuple[Any, Any]:
+    def window(self, place: Place, row: Any, tensors: list[cute.Tensor]) -> tuple[Any, Any]:
         """The first element of the loop that a row sees, and the end."""
         low: Any = Int32(0)
         high: Any = Int32(place.end)
-        for sight, length, offset in zip(
-            self.plan.sights, place.lengths, place.offsets, strict=True
-        ):
-            end = length + offset
-            if not sight.across:
-                high = cutlass.min(high, end + (row if sight.mask.rows is not None else 0))
-            elif sight.mask.rows is not None:
-                low = cutlass.max(low, row + 1 - end)
+        for n, sight in enumerate(self.plan.sights):
+            bound = self._bound(n, place, row, tensors)
+            if self._bars(sight):
+                seen = row >= bound if sight.mask.lower else row < bound
+                high = Int32(select_(seen, high, Int32(0)))
+            elif sight.across == sight.mask.lower:
+                high = cutlass.min(high, bound)
             else:
-                high = Int32(select_(row < end, high, Int32(0)))
+                low = cutlass.max(low, bound)
         return low, high
+
+    def _bars(self, sight: Sight) -> bool:
+        """True for a mask that hides some rows as a whole, and nothing from others."""
+        mask = sight.mask
+        return sight.across and mask.rows is None and not mask.along((self.plan.loop,))
+
+    def _bound(self, n: int, place: Place, row: Any, tensors: list[cute.Tensor]) -> Any:
+        """The limit of the loop that the n-th mask sets for a row; that of rows if it bars some."""
+        sight, length = self.plan.sights[n], place.lengths[n]
+        mask = sight.mask
+        if mask.along((self.plan.loop,)):
+            return self._first_above(mask, place, row, tensors)
+        if mask.along((self.plan.rows,)):
+            last = self.extents.of(self.plan.rows, tensors) - 1
+            at = {**place.batch, self.plan.rows: cutlass.min(row, last)}
+            length = masked_length(self.extents, mask, tensors, at, place.end)
+        bound = length + place.offsets[n]
+        if mask.rows is None:
+            return bound
+        return row + 1 - bound if sight.across else bound + row
+
+    def _first_above(self, mask: Mask, place: Place, row: Any, tensors: list[cute.Tensor]) -> Any:
+        """The first element of the loop whose limit is above a row's position, by bisection: the
+        limits do not fall. The loads do not branch, so that several searches overlap."""
+        plan, end, found = self.plan, place.end, Int32(0)
+        steps = 31 if plan.grows(plan.loop) else plan.extent(plan.loop).bit_length()
+        for step in reversed(range(steps)):
+            after = found + (1 << step)
+            at = {**place.batch, plan.loop: cutlass.min(after, end) - 1}
+            limit = masked_length(self.extents, mask, tensors, at, end)
+            found = Int32(select_((after <= end) & (limit <= row), after, found))
+        return found
 
     def windows(
         self, place: Place, first: Any, count: int, tensors: list[cute.Tensor]
@@ -129,11 +164,25 @@ class Places:
         """Ranges that ``count`` rows see: the least and the largest begin, then the least and the
         largest end, which are those of the first and the last row."""
         last = cutlass.min(first + count, self.extents.of(self.plan.rows, tensors)) - 1
-        (low, high), (low2, high2) = self.window(place, first), self.window(place, last)
-        return (
-            cutlass.min(low, low2), cutlass.max(low, low2),
-            cutlass.min(high, high2), cutlass.max(high, high2),
-        )  # fmt: skip
+        (low, high), (low2, high2) = (self.window(place, row, tensors) for row in (first, last))
+        inner = cutlass.max(low, low2), cutlass.min(high, high2)
+        if self.plan.begins:  # rows at both ends may be barred, and those between them not
+            first, last = self._unbarred(place, first, last, tensors)
+            (low, high), (low2, high2) = (self.window(place, row, tensors) for row in (first, last))
+        return cutlass.min(low, low2), *inner, cutlass.max(high, high2)
+
+    def _unbarred(
+        self, place: Place, first: Any, last: Any, tensors: list[cute.Tensor]
+    ) -> tuple[Any, Any]:
+        """The first and the last of some rows that no mask hides as a whole."""
+        for n, sight in enumerate(self.plan.sights):
+            if self._bars(sight):
+                bound = self._bound(n, place, first, tensors)
+                if sight.mask.lower:
+                    first = cutlass.max(first, bound)
+                else:
+                    last = cutlass.min(last, bound - 1)
+        return first, last
 
     def span(self, place: Place, tensors: list[cute.Tensor]) -> Span:
         """The tiles that any row of this block sees."""
@@ -152,7 +201,7 @@ class Places:
         """End of the elements of the loop that have ever been written."""
         end: Any = place.end
         for sight, length in zip(self.plan.sights, place.lengths, strict=True):
-            if sight.mask.lengths is not None and not sight.across:
+            if sight.mask.written and not sight.across:
                 end = cutlass.min(end, length)
         return end
 

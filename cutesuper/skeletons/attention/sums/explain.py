@@ -90,7 +90,7 @@ def _sight(plan: SumsPlan, sight: Sight) -> str:
     terms += [str(plan.program.dims[mask.added])] if mask.added else []
     terms += [f"-{plan.program.dims[mask.taken]}"] if mask.taken else []
     limit = " + ".join([*terms, *([str(mask.offset)] if mask.offset else [])])
-    return f"{columns} < {limit.replace('+ -', '- ') or 0}"
+    return f"{columns} {'>=' if mask.lower else '<'} {limit.replace('+ -', '- ') or 0}"
 
 
 def _output_line(plan: SumsPlan, n: int) -> str:

@@ -96,7 +96,8 @@ def _placed(values: tuple[int, ...], before: dict[int, int]) -> dict[int, int]:
 @dataclass(frozen=True)
 class Sight:
     """A mask as a limit of the loop: in a program where the rows are its columns, ``across``, the
-    loop begins where the first row is seen."""
+    loop begins where the first row is seen, and ends where the last one is if the limit is a lower
+    one."""
 
     mask: Mask
     across: bool
@@ -246,7 +247,12 @@ class SumsPlan(Plan[SumsSchedule]):
     @property
     def clears(self) -> bool:
         """True if memory that streams by may hold anything behind a length."""
-        return any(s.mask.lengths is not None and not s.across for s in self.sights)
+        return any(s.mask.written and not s.across for s in self.sights)
+
+    @property
+    def begins(self) -> bool:
+        """True if a mask hides what is in front of a limit."""
+        return any(s.mask.lower for s in self.sights)
 
     # -------------------------------------------------------------------------------- threads
 

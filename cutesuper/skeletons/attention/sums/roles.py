@@ -222,8 +222,11 @@ class SumsRoles:
         if len(op.inputs) < 2:
             return None
         view = self._view(op.inputs[1])
-        if not set(view.labels) <= set(self._batch()):
-            raise self._refuse(f"lengths along {', '.join(view.labels)}")
+        own = (
+            {self.rows, self.loop} - {op.attributes["columns"]} if "lower" in op.attributes else {}
+        )
+        if not set(view.labels) <= {*self._batch(), *own}:
+            raise self._refuse(f"{op.facets.counts} along {', '.join(view.labels)}")
         return view
 
     def _fate(self, mask: int, operand: int) -> float | None:

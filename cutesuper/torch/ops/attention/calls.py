@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from cutesuper.runtime.programs import Kept
 from cutesuper.torch.ops.attention.kind import (
     Extents,
     Kind,
+    LimitKind,
     MaskKind,
     Order,
     Runner,
@@ -40,6 +42,42 @@ Maybe = torch.Tensor | None
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Limits of the keys that rows see, int32.
+
+    Attributes:
+        starts: ``[B]`` or of rows ``[B or 1, L]``: keys in front are hidden.
+        ends: of rows: keys from there on are hidden.
+        window: whether starts ``[B]`` are those of the last rows, and one less for each row before.
+    """
+
+    starts: Maybe = None
+    ends: Maybe = None
+    window: bool = False
+
+    @property
+    def given(self) -> list[tuple[torch.Tensor, bool]]:
+        """The tensors, each with whether it is a lower limit."""
+        both = (self.starts, True), (self.ends, False)
+        return [(t, lower) for t, lower in both if t is not None]
+
+    def kinds(self) -> tuple[LimitKind, ...]:
+        """The part of them that determines kernels."""
+        return tuple(
+            LimitKind(lower, t.dim() == 2, self.window and t.dim() == 1, t.shape[0] > 1)
+            for t, lower in self.given
+        )
+
+    def values(self, scores: int) -> list[torch.Tensor]:
+        """The tensors as kernel graphs have them, for scores of a rank."""
+        ones = (1,) * (scores - 3)
+        return [t if t.dim() == 1 else t.view(t.shape[0], *ones, -1, 1) for t, _ in self.given]
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
 class Request:
     """The tensors of a call, and its options.
 
@@ -57,6 +95,7 @@ class Request:
     scale: float | None
     eps: float
     mask: Maybe = None
+    limits: Limits = NO_LIMITS
 
     @property
     def call(self) -> str:
@@ -67,7 +106,7 @@ class Request:
     @property
     def key_heads(self) -> int:
         """Heads of keys and values."""
-        return self.key.shape[1 if self.page_table is None else 2]
+        return key_heads(self.key, self.page_table)
 
     @property
     def positions(self) -> int:
@@ -75,6 +114,11 @@ class Request:
         if self.page_table is None:
             return self.key.shape[2]
         return self.page_table.shape[1] * self.key.shape[1]
+
+
+def key_heads(key: torch.Tensor, page_table: Maybe) -> int:
+    """Heads of keys and values."""
+    return key.shape[1 if page_table is None else 2]
 
 
 @dataclass(frozen=True)
@@ -138,22 +182,26 @@ def attend(
     causal: bool,
     scale: float | None,
     eps: float,
+    *limits: Any,
 ) -> torch.Tensor:
-    """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`."""
-    others = (page_table, query_norm, key_norm)
+    """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`. ``limits`` are the
+    fields of `Limits`."""
+    others, own = (page_table, query_norm, key_norm), Limits(*limits)
     key_facts = (
         *facts(query), *facts(key), *facts(value), *facts(key_lengths),
         *(f for t in others if t is not None for f in facts(t)),
         page_table is None, query_norm is None, causal, scale, eps, TABLE.changes,
+        *(f for t, _ in own.given for f in facts(t)), own.starts is None, own.window,
     )  # fmt: skip
     plan = _plans.get(key_facts)
     if plan is None:
-        request = Request(query, key, value, key_lengths, *others, causal, scale, eps)
+        request = Request(query, key, value, key_lengths, *others, causal, scale, eps, None, own)
         check(request)
         if 0 in (query.numel(), value.numel(), request.positions):
             return torch.zeros_like(result_of(request))
         plan = _plans.made(key_facts, lambda: _plan(request))
-    return plan(query, key, value, key_lengths, others)
+    rank = 4 + (query.shape[1] > key_heads(key, page_table))
+    return plan(query, key, value, key_lengths, (*others, *own.values(rank)))
 
 
 def facts(t: Maybe) -> tuple[object, ...]:
@@ -262,6 +310,7 @@ def kind_of(r: Request, order: Order, key: Stored, value: Stored, lengths: bool)
         key_norm=r.key_norm is not None,
         eps=r.eps if (r.query_norm is not None or r.key_norm is not None) else 0.0,
         mask=None if r.mask is None else _mask_kind(r, r.mask),
+        limits=r.limits.kinds(),
     )
 
 
@@ -363,7 +412,9 @@ def _check_types(r: Request) -> None:
             )
     if as_dtype(r.query.dtype).integer:
         raise DTypeError(f"{r.call}: query is {r.query.dtype}; use float16, bfloat16 or float32")
-    for name, t in (*floats.items(), ("key_lengths", r.key_lengths), ("page_table", r.page_table)):
+    integers = ("key_lengths", r.key_lengths), ("page_table", r.page_table)
+    limits = ("key_starts", r.limits.starts), ("key_ends", r.limits.ends)
+    for name, t in (*floats.items(), *integers, *limits):
         if t is not None and t.device != r.query.device:
             raise DeviceError(
                 f"{r.call}: {name} is on {t.device}, query on {r.query.device}; move "
@@ -402,6 +453,13 @@ def _check_shapes(r: Request) -> None:
 
 def _check_integers(r: Request) -> None:
     batch, table, lengths = r.query.shape[0], r.page_table, r.key_lengths
+    for t, lower in r.limits.given:
+        name = "key_starts" if lower else "key_ends"
+        meaning = "[B, L] or [1, L], a key of each row" + lower * ", or [B], one of each sequence"
+        _check_int32(r, name, t, meaning)
+        rows = ((batch, r.query.shape[2]), (1, r.query.shape[2]))
+        if tuple(t.shape) not in (*rows, *([(batch,)] if lower else [])):
+            raise ShapeError(f"{r.call}: {name} has shape {list(t.shape)}, must be {meaning}")
     if lengths is not None:
         _check_int32(r, "key_lengths", lengths, "[B], the number of keys of each sequence")
         if tuple(lengths.shape) != (batch,):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,10 +41,13 @@ class Hidden:
         causal: whether all keys behind a row's own place are hidden.
         mask: ``[1 or B, 1 or H, L, S]``, 1 where a key is seen and 0 elsewhere, in the type of the
             scores; None if nothing else is hidden.
+        limits: by name, int32 ``[1 or B, 1 or H, L, 1]``: the first key that each row sees, and the
+            end of its keys, where these say the same as a mask would.
     """
 
     causal: bool
     mask: torch.Tensor | None
+    limits: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 #: by block mask: it is what its function was when it was made
@@ -80,7 +83,30 @@ def _found_hidden(block_mask: Any, shape: tuple[int, ...], like: torch.Tensor) -
     before = torch.ones(shape[2:], dtype=torch.bool, device=like.device).tril()
     causal = not bool((mask & ~before).any())
     whole = bool((mask | ~before).all()) if causal else bool(mask.all())
-    return Hidden(causal, None if whole else mask.to(like.dtype))
+    if whole:
+        return Hidden(causal, None)
+    if (limits := _ranges(mask)) is None:
+        return Hidden(causal, mask.to(like.dtype))
+    if causal and bool((limits["ends"] == before.sum(-1, keepdim=True)).all()):
+        del limits["ends"]
+        return Hidden(True, None, limits)
+    return Hidden(False, None, limits)
+
+
+def _ranges(mask: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """The limits of a mask of which every row sees a range of keys, and none begins or ends before
+    that of the row in front; None for any other."""
+    keys = mask.shape[-1]
+    count = mask.sum(-1, keepdim=True)
+    starts = mask.int().argmax(-1, keepdim=True)
+    ends = keys - mask.int().flip(-1).argmax(-1, keepdim=True)
+    # of a row that sees nothing both are where the ranges in front end
+    ends = torch.where(count > 0, ends, 0).cummax(-2).values
+    starts = torch.where(count > 0, starts, ends)
+    falls = any(bool((t.diff(dim=-2) < 0).any()) for t in (starts, ends))
+    if falls or not bool((ends - starts == count).all()):
+        return None
+    return {"starts": starts.int(), "ends": ends.int()}
 
 
 # ------------------------------------------------------------------------------------------- calls
@@ -181,8 +207,9 @@ def flex_attention(
             call with these extents: numbers that it reads are those of that call. Tensors that it
             reads are read at every call, and get no gradient.
         block_mask: of ``create_block_mask``; keys that its ``mask_mod`` hides do not count, and
-            rows that see none are zero. It is read once. Tiles of keys are skipped where all keys
-            behind a row's place are hidden.
+            rows that see none are zero. It is read once. Where every row sees a range of keys that
+            does not begin or end before that of the row in front, as of causal masks, windows,
+            prefixes and documents, tiles of keys outside are not loaded.
         scale: of the products; None is ``1 / sqrt(D)``.
         enable_gqa: allow Hq to be a multiple of Hkv.
         return_lse: also return the logarithm of the sum of each row, float32 ``[B, Hq, L]``,
@@ -215,12 +242,13 @@ def _call(r: Request, hidden: Hidden) -> Call:
     b, many, rows, width = r.query.shape
     heads, group = r.key_heads, many // r.key_heads
     masked: tuple[int, ...] = ()
-    if hidden.mask is not None:
-        own = (1, 1) if hidden.mask.shape[1] == 1 else (heads, group)
-        masked = (hidden.mask.shape[0], *own, rows, r.positions)
+    tensors = [*hidden.limits.values(), hidden.mask]
+    if (one := next((t for t in tensors if t is not None), None)) is not None:
+        own = (1, 1) if one.shape[1] == 1 else (heads, group)
+        masked = (one.shape[0], *own, *one.shape[2:])
     scale = width**-0.5 if r.scale is None else float(r.scale)
     return Call(b, heads, group, rows, r.positions, width, r.value.shape[3], r.query.dtype, scale,
-                hidden.causal, masked)  # fmt: skip
+                hidden.causal, masked, tuple(hidden.limits))  # fmt: skip
 
 
 def _tensors(
@@ -239,4 +267,5 @@ def _tensors(
             found[name] = made[source].to(dtype).reshape(shape)
     if hidden.mask is not None:
         found["mask"] = hidden.mask.view(c.masked)
+    found |= {name: t.view(c.masked) for name, t in hidden.limits.items()}
     return tuple(found), *(t.contiguous() for t in found.values())

@@ -27,6 +27,7 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
 from cutesuper.torch.ops.attention.calls import (
     KEPT_PLANS,
+    Limits,
     Maybe,
     Request,
     check,
@@ -101,7 +102,8 @@ class Passes:
             found["lengths"] = r.key_lengths
         if r.mask is not None:
             found["mask"] = mask_values(r, self.kind)
-        return found
+        names = ("starts" if lower else "ends" for _, lower in r.limits.given)
+        return found | dict(zip(names, r.limits.values(len(self.memory[0])), strict=True))
 
     def _in_order(self, t: torch.Tensor) -> torch.Tensor:
         """The result or its cotangent as the graph has it."""
@@ -133,7 +135,8 @@ _kernels: Kept[Kind, tuple[Runner, Runner]] = Kept(KEPT_KINDS)
 def _passes_of(r: Request) -> Passes:
     key = (
         *facts(r.query), *facts(r.key), *facts(r.value), *facts(r.key_lengths), *facts(r.mask),
-        r.causal, r.scale, TABLE.changes,
+        *facts(r.limits.starts), *facts(r.limits.ends), r.limits.window, r.causal, r.scale,
+        TABLE.changes,
     )  # fmt: skip
     return _passes.made(key, lambda: _made(r))
 
@@ -178,7 +181,10 @@ def _reference(kind: Kind, graph: KernelGraph) -> Runner:
 # --------------------------------------------------------------------------------------- operators
 
 _library = torch.library.Library("cutesuper", "FRAGMENT")
-_OPTIONS = "bool is_causal, float? scale"
+_OPTIONS = (
+    "bool is_causal, float? scale, Tensor? key_starts=None, Tensor? key_ends=None, "
+    "bool is_window=False"
+)
 _SIDES = "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? attn_mask"
 _library.define(
     f"attention_kept({_SIDES}, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -195,8 +201,9 @@ def _request(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Maybe, mask: Maybe,
     *options: Any,
 ) -> Request:  # fmt: skip
-    causal, scale = options
-    request = Request(query, key, value, lengths, None, None, None, causal, scale, 0.0, mask)
+    causal, scale, *limits = options
+    own = Limits(*limits)
+    request = Request(query, key, value, lengths, None, None, None, causal, scale, 0.0, mask, own)
     check(request)
     if mask is not None:
         check_mask(request, mask)
@@ -225,8 +232,8 @@ def _keep(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pull_back(cotangent: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    *given, result, lse, causal, scale = args
-    request = _request(*given, causal, scale)
+    given, (result, lse), options = args[:5], args[5:7], args[7:]
+    request = _request(*given, *options)
     if _is_empty(request):
         return tuple(torch.zeros_like(t) for t in given[:3])
     kept = {"out": result, "lse": lse, "cotangent": cotangent.to(result.dtype)}
@@ -243,19 +250,21 @@ def _fake_pull_back(cotangent: torch.Tensor, *args: Any) -> tuple[torch.Tensor, 
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    *tensors, ctx.causal, ctx.scale = inputs
+    causal, scale, starts, ends, ctx.window = inputs[5:]
+    ctx.options = causal, scale
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*inputs[:5], *output, starts, ends)
 
 
 def _differentiate(ctx: Any, cotangent: Maybe, _: Maybe) -> tuple[Maybe, ...]:
     if cotangent is None:
-        return (None,) * 7
+        return (None,) * 10
+    *tensors, starts, ends = ctx.saved_tensors
     made = torch.ops.cutesuper.attention_backward.default(
-        cotangent, *ctx.saved_tensors, ctx.causal, ctx.scale
+        cotangent, *tensors, *ctx.options, starts, ends, ctx.window
     )
-    return (*made, None, None, None, None)
+    return (*made, *(None,) * 7)
 
 
 def _differentiate_twice(ctx: Any, *cotangents: Maybe) -> Any:
@@ -290,6 +299,9 @@ def attention_kept(
     mask: Maybe,
     causal: bool,
     scale: float | None,
+    limits: Limits,
 ) -> torch.Tensor:
     """The result of attention, recorded by autograd."""
-    return torch.ops.cutesuper.attention_kept.default(*sides, lengths, mask, causal, scale)[0]
+    own = limits.starts, limits.ends, limits.window
+    kept = torch.ops.cutesuper.attention_kept.default
+    return kept(*sides, lengths, mask, causal, scale, *own)[0]

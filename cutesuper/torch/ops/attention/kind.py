@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -53,6 +53,23 @@ class MaskKind:
 
 
 @dataclass(frozen=True)
+class LimitKind:
+    """The properties of a tensor of limits that determine the kernels of a call.
+
+    Attributes:
+        lower: whether keys in front of a limit are hidden, or those from it on.
+        rows: whether each row has one, or each sequence.
+        window: whether those of sequences are those of their last rows.
+        batch: whether they differ between sequences.
+    """
+
+    lower: bool
+    rows: bool
+    window: bool
+    batch: bool
+
+
+@dataclass(frozen=True)
 class Kind:
     """Everything that determines the kernels of a call, except the GPU.
 
@@ -71,6 +88,7 @@ class Kind:
         pages, page_size: of the caches; 0 if keys are not in pages.
         query_norm, key_norm: whether heads are normalized, with ``eps``.
         mask: a tensor that meets the scores, for kernels of just these extents.
+        limits: tensors of limits.
     """
 
     batch: int
@@ -94,6 +112,7 @@ class Kind:
     key_norm: bool = False
     eps: float = 1e-6
     mask: MaskKind | None = None
+    limits: tuple[LimitKind, ...] = ()
 
     @property
     def open(self) -> bool:
@@ -119,9 +138,9 @@ class Extents:
 def graph_of(kind: Kind) -> KernelGraph:
     """The kernel graph of attention.
 
-    Inputs, those that exist: query, key, value, lengths, table, query_norm, key_norm, mask, in
-    their order in memory. G query heads for each of H heads are ``[B, H, G, L, D]``, keys then
-    ``[B, H, 1, S, D]``. The output is stored in the query's order.
+    Inputs, those that exist: query, key, value, lengths, table, query_norm, key_norm, mask,
+    starts, ends, in their order in memory. G query heads for each of H heads are ``[B, H, G, L,
+    D]``, keys then ``[B, H, 1, S, D]``. The output is stored in the query's order.
     """
     g = new_kernel_graph()
     b: Dim = Symbol("B", kind.batch) if kind.any_batch else kind.batch
@@ -148,8 +167,8 @@ def graph_of(kind: Kind) -> KernelGraph:
     if kind.key_norm:
         weight = g.new_input((kind.dim,), dtype=kind.dtype, name="key_norm")
         key = g.rms_norm(key, weight, eps=kind.eps)
-    if kind.mask is not None:
-        y = _masked(g, kind, kind.mask, (query, key, value), lengths)
+    if kind.mask is not None or kind.limits:
+        y = _masked(g, kind, (query, key, value), lengths)
     else:
         y = g.scaled_dot_product_attention(query, key, value, kind.causal, kind.scale, lengths)
     if kind.query_order is Order.TOKENS:
@@ -162,22 +181,33 @@ def graph_of(kind: Kind) -> KernelGraph:
 def _masked(
     g: KernelGraph,
     kind: Kind,
-    mask: MaskKind,
     sides: tuple[Tensor, Tensor, Tensor],
     lengths: Tensor | None,
 ) -> Tensor:
-    """Attention with a tensor that meets the scores."""
+    """Attention with tensors that meet the scores, or limit them."""
     query, key, value = sides
     scale = kind.dim**-0.5 if kind.scale is None else kind.scale
     scores = g.mul(g.matmul(query, g.transpose(key)), scale)
-    beside = g.new_input(mask_shape(kind, mask), mask.dtype, "mask")
-    scores = g.hide(beside, scores) if mask.hides else g.add(scores, beside)
-    scores = g.convert(scores, kind.dtype)  # a bias may be float32
+    if (mask := kind.mask) is not None:
+        beside = g.new_input(mask_shape(kind, mask), mask.dtype, "mask")
+        scores = g.hide(beside, scores) if mask.hides else g.add(scores, beside)
+        scores = g.convert(scores, kind.dtype)  # a bias may be float32
     if lengths is not None:
         scores = g.length_mask(scores, lengths, kind.causal)
     elif kind.causal:
         scores = g.causal_mask(scores)
+    for limit in kind.limits:
+        name = "starts" if limit.lower else "ends"
+        bound = g.new_input(limit_shape(limit, scores.shape), "int32", name)
+        scores = g.limit_mask(scores, bound, limit.lower, limit.window)
     return g.matmul(g.softmax(scores), value)
+
+
+def limit_shape(limit: LimitKind, scores: Sequence[Dim]) -> tuple[Dim, ...]:
+    """Extents of a tensor of limits, as the kernel graph has it."""
+    if not limit.rows:
+        return (scores[0],)
+    return (scores[0] if limit.batch else 1, *(1 for _ in scores[1:-2]), scores[-2], 1)
 
 
 def mask_shape(kind: Kind, mask: MaskKind) -> tuple[int, ...]:

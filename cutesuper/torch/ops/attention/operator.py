@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from cutesuper.errors import (
 )
 from cutesuper.ir.arguments import shown
 from cutesuper.runtime.checks import ORDINARY, oddity
-from cutesuper.torch.ops.attention.calls import Maybe, Request, attend, check, result_of
+from cutesuper.torch.ops.attention.calls import Limits, Maybe, Request, attend, check, result_of
 from cutesuper.torch.ops.attention.gradient import attention_kept
 
 #: its kernels depend on the order of memory, so a compiler must not change it
@@ -33,7 +34,8 @@ _library = torch.library.Library("cutesuper", "FRAGMENT")
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? page_table, "
     "Tensor? query_norm_weight, Tensor? key_norm_weight, bool is_causal, float? scale, "
-    "float norm_eps) -> Tensor",
+    "float norm_eps, Tensor? key_starts=None, Tensor? key_ends=None, bool is_window=False) -> "
+    "Tensor",
     tags=(torch.Tag.pt2_compliant_tag, _STRIDES),
 )
 _library.impl("attention", attend, "CPU")
@@ -51,10 +53,11 @@ def _fake(
     is_causal: bool,
     scale: float | None,
     norm_eps: float,
+    *limits: Any,
 ) -> torch.Tensor:
     request = Request(
         query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight, is_causal,
-        scale, norm_eps,
+        scale, norm_eps, None, Limits(*limits),
     )  # fmt: skip
     check(request)
     return result_of(request)
@@ -78,6 +81,9 @@ def attention(
     query_norm_weight: torch.Tensor | None = None,
     key_norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
+    window: int | None = None,
+    key_starts: torch.Tensor | None = None,
+    key_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(query key^T * scale) value``, like
     ``torch.nn.functional.scaled_dot_product_attention``.
@@ -116,13 +122,20 @@ def attention(
         key_norm_weight: ``[D]``, the same for keys. Keys that were normalized before they were
             cached need none.
         norm_eps: for these.
+        window: with ``is_causal``: a row sees the last ``window`` of the keys that it would see.
+            Tiles of keys in front of all windows are not loaded.
+        key_starts: int32 ``[B]``, as for padding on the left, or ``[B, L]`` or ``[1, L]``, a number
+            for each row: keys in front of it are not seen, and not loaded where no row of a tile
+            sees them. Those that are must be finite. Numbers of rows must not fall from one row to
+            the next, which is not checked; `packed_limits` makes those of sequences in a row.
+        key_ends: int32 ``[B, L]`` or ``[1, L]``: keys from there on are not seen, likewise.
 
     Returns:
         ``[B, Hq, L, Dv]``, stored in the order of the query.
 
     Raises:
-        OperatorError: dropout; a mask with pages or weights of norms; an option that is not a
-            number.
+        OperatorError: dropout; a mask with pages or weights of norms; a window without
+            ``is_causal``; an option that is not a number.
         GraphError: a tensor requires a gradient, and there are pages or weights of norms; the mask
             requires one.
         ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
@@ -137,9 +150,14 @@ def attention(
         _check_call(tensors, enable_gqa)
         if attn_mask is not None:
             _check_masked(tensors, attn_mask)
+        limits = Limits(key_starts, key_ends)
+        if window is not None:
+            limits = _in_window(window, query, key_lengths, is_causal, limits)
         if _records(tensors) or attn_mask is not None:
-            return attention_kept((query, key, value), key_lengths, attn_mask, is_causal, scale)
-        return torch.ops.cutesuper.attention.default(*tensors, *numbers)
+            sides = query, key, value
+            return attention_kept(sides, key_lengths, attn_mask, is_causal, scale, limits)
+        own = limits.starts, limits.ends, limits.window
+        return torch.ops.cutesuper.attention.default(*tensors, *numbers, *own)
     except (AttributeError, RuntimeError) as error:
         if not isinstance(error, CutesuperError):  # PyTorch's, about arguments of another kind
             _refuse_kinds(tensors, numbers)
@@ -154,6 +172,72 @@ def _check_options(dropout_p: Any, enable_gqa: Any) -> None:
         )
     if not isinstance(enable_gqa, int):
         raise OperatorError(f"attention(enable_gqa={shown(enable_gqa)}): must be True or False")
+
+
+def _in_window(
+    window: Any, query: torch.Tensor, lengths: Maybe, causal: bool, limits: Limits
+) -> Limits:
+    """The limits of a window, together with others. Raises OperatorError."""
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1 or not causal:
+        raise OperatorError(
+            f"attention(window={shown(window)}, is_causal={shown(causal)}): a window is the number "
+            "of the last keys that a causal row sees, at least 1"
+        )
+    batch, rows = query.shape[0], query.shape[2]
+    options: dict[str, Any] = {"dtype": torch.int32, "device": query.device}
+    ends = torch.full((batch,), rows, **options) if lengths is None else lengths
+    last = ends - window
+    if limits.starts is None:
+        return replace(limits, starts=last, window=True)
+    each = last[:, None] + torch.arange(1 - rows, 1, **options)
+    starts = limits.starts if limits.starts.dim() == 2 else limits.starts[:, None]
+    return replace(limits, starts=torch.maximum(each, starts))
+
+
+def packed_limits(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    rows: int,
+    is_causal: bool = False,
+    window: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """The limits of sequences that lie in a row, without padding between them, as arguments of
+    `attention`: ``attention(q, k, v, **packed_limits(cu_seqlens, rows=q.shape[2]))``.
+
+    Queries are then ``[1, Hq, T, D]`` and keys ``[1, Hkv, S, D]`` of all sequences. Tiles of keys
+    of other sequences are not loaded. The limits are computed on the device, once for all layers.
+
+    Args:
+        cu_seqlens_q: integers ``[n + 1]``: sequence i has the queries from ``cu_seqlens_q[i]`` to
+            ``cu_seqlens_q[i + 1]``. The first is 0; queries behind the last count as some of the
+            last sequence.
+        cu_seqlens_k: the same for keys; None if they are those of the queries.
+        rows: T.
+        is_causal: the last query of a sequence sees its last key, and each one before it one less.
+        window: with ``is_causal``: a query sees the last ``window`` of these.
+
+    Returns:
+        ``key_starts`` and ``key_ends``, int32 ``[1, T]``.
+
+    Raises:
+        OperatorError: a window without ``is_causal``.
+    """
+    if window is not None and not (is_causal and window >= 1):
+        raise OperatorError(
+            f"packed_limits(window={shown(window)}, is_causal={shown(is_causal)}): a window is the "
+            "number of the last keys that a causal row sees, at least 1"
+        )
+    ends_q = cu_seqlens_q[1:].contiguous()
+    row = torch.arange(rows, dtype=ends_q.dtype, device=ends_q.device)
+    own = torch.searchsorted(ends_q, row, right=True).clamp(max=len(ends_q) - 1)
+    keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    starts, ends = keys[:-1][own], keys[1:][own]
+    if is_causal:
+        ends = torch.minimum(ends, torch.maximum(ends - (ends_q[own] - 1 - row), starts))
+    if window is not None:
+        starts = torch.maximum(starts, ends - window)
+    return {"key_starts": starts.int()[None], "key_ends": ends.int()[None]}
 
 
 def _check_masked(tensors: Sequence[Any], mask: torch.Tensor) -> None:

@@ -52,7 +52,8 @@ class Call:
         dtype: of query, key and value.
         scale: of the products.
         causal: whether all keys behind a row's own place are hidden.
-        masked: whether a tensor says what is hidden, and along which dimensions it differs.
+        masked: the extents of a tensor that says what is hidden, if there is one.
+        limits: the names of such tensors that are limits of rows, in place of a mask.
     """
 
     batch: int
@@ -66,6 +67,7 @@ class Call:
     scale: float
     causal: bool
     masked: tuple[int, ...]
+    limits: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,10 @@ class _Building:
         scores = g.mul(g.matmul(query, g.transpose(key)), self.call.scale)
         if self.function is not None:
             scores = self._modified(b, nodes, scores)
-        if self.call.masked:
+        for name in self.call.limits:
+            limit = g.new_input(self.call.masked, "int32", name)
+            scores = g.limit_mask(scores, limit, lower=name == "starts")
+        if self.call.masked and not self.call.limits:
             mask = g.new_input(self.call.masked, self.call.dtype, "mask")
             scores = g.hide(mask, scores)
         if self.call.causal:

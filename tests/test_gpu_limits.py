@@ -1,0 +1,110 @@
+"""Attention with limits on both sides, on a GPU: windows, padding in front, packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutesuper as cs
+from cutesuper.verify.numeric import acceptable
+from tests.limits import CASES, Case, case, exact, sides
+
+pytestmark = pytest.mark.gpu
+
+#: extents of a call: sequences, heads of keys, query heads for each, queries, keys, width
+Extents = tuple[int, int, int, int, int, int]
+
+#: few queries, prompts, and lengths that fill no tile
+LARGE: dict[str, Extents] = {
+    "a step": (4, 2, 4, 1, 4000, 128),
+    "few queries": (3, 2, 2, 20, 3000, 64),
+    "a prompt": (2, 2, 4, 1500, 1500, 128),
+    "odd": (3, 1, 3, 333, 777, 96),
+}
+
+
+def forward(c: Case) -> None:
+    """Judge the result of a call."""
+    found = cs.ops.attention(c.query, c.key, c.value, enable_gqa=True, **c.options)
+    given = c.query, c.key, c.value
+    want, eager = exact(c, *(t.double() for t in given)), exact(c, *given)
+    report = acceptable(found, want, eager, c.query.dtype)
+    assert report, report.message
+
+
+def gradients(c: Case) -> None:
+    """Judge the result of a call and its gradients."""
+
+    def run(fn: Any, dtype: Any) -> list[Any]:
+        own = [t.to(dtype, copy=True).requires_grad_() for t in (c.query, c.key, c.value)]
+        y = fn(*own)
+        torch.manual_seed(1)
+        cotangent = torch.randn(y.shape).to(c.query.device, c.query.dtype)
+        return [y.detach(), *torch.autograd.grad(y, own, cotangent.to(dtype))]
+
+    ours = run(lambda *t: cs.ops.attention(*t, enable_gqa=True, **c.options), c.query.dtype)
+    wants = run(lambda *t: exact(c, *t), torch.float64)
+    others = run(lambda *t: exact(c, *t), c.query.dtype)
+    for n, (mine, want, other) in enumerate(zip(ours, wants, others, strict=True)):
+        report = acceptable(mine, want, other, c.query.dtype)
+        assert report, f"{['result', 'query', 'key', 'value'][n]}: {report.message}"
+
+
+def drawn(name: str, extents: Extents, seed: int, dtype: Any = torch.bfloat16) -> Case:
+    packed = name.startswith("packed")
+    own = (1, *extents[1:]) if packed else extents
+    return case(name, *sides(*own, dtype, "cuda", seed), seed)
+
+
+@pytest.mark.ptx
+def test_a_small_step_behind_a_window() -> None:
+    forward(drawn("window behind a cache", (2, 1, 2, 1, 200, 64), 3))
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("name", ["left padding, causal", "packed in a window"])
+def test_small_gradients(name: str) -> None:
+    gradients(drawn(name, (2, 1, 2, 90, 150, 64), 3))
+
+
+@pytest.mark.parametrize("extents", LARGE)
+@pytest.mark.parametrize("name", CASES)
+def test_calls(name: str, extents: str) -> None:
+    for seed in range(3):
+        forward(drawn(name, LARGE[extents], seed))
+
+
+@pytest.mark.parametrize("extents", ["few queries", "a prompt", "odd"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str, extents: str) -> None:
+    gradients(drawn(name, LARGE[extents], 5, torch.float16))
+
+
+def test_keys_far_in_front_are_not_read() -> None:
+    """NaN in the tiles in front of all windows would show: 0 times NaN is NaN."""
+    q, k, v = sides(2, 2, 4, 64, 4096, 64, torch.bfloat16, "cuda")
+    lengths = torch.tensor([4096, 3000], dtype=torch.int32, device="cuda")
+    for b, first in enumerate((4096 - 64 - 500, 3000 - 64 - 500)):
+        for t in (k, v):
+            t[b, :, : first // 128 * 128] = torch.nan
+    y = cs.ops.attention(q, k, v, is_causal=True, window=500, key_lengths=lengths, enable_gqa=True)
+    assert y.isfinite().all()
+
+
+def test_windows_over_pages() -> None:
+    """The pages of a window, through a table."""
+    q, k, v = sides(2, 2, 2, 1, 1024, 64, torch.bfloat16, "cuda")
+    lengths = torch.tensor([1000, 300], dtype=torch.int32, device="cuda")
+    options: dict[str, Any] = {
+        "is_causal": True, "window": 200, "key_lengths": lengths, "enable_gqa": True,
+    }  # fmt: skip
+    table = torch.randperm(32, device="cuda").int().view(2, 16)
+    pages = [torch.empty(32, 64, 2, 64, dtype=t.dtype, device="cuda") for t in (k, v)]
+    for cache, t in zip(pages, (k, v), strict=True):
+        cache[table.flatten().long()] = t.transpose(1, 2).reshape(32, 64, 2, 64)
+    found = cs.ops.attention(q, *pages, page_table=table, **options)
+    assert (found - cs.ops.attention(q, k, v, **options)).abs().max() < 1e-2
