@@ -463,6 +463,9 @@ class _Unification:
             if self.extent(slot) == 1:  # the operand itself; a single row may have a label
                 return args[0]
             over, attributes = self.names[self.find(slot)], {}
+        elif lookup(kind).turns:
+            slot = (len(self.region.inputs) + i, len(op.shape) - 1)
+            attributes["along"] = self.names[self.find(slot)]
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:

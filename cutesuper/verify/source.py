@@ -97,6 +97,8 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
         return a.elementwise(node.operator, args, dict(node.attributes))
     if operator.masks:
         return _mask(a, operator, args, shapes[0], node.attributes)
+    if operator.turns:
+        return turned(a, operator, args[0], "0", shapes[0][-1])
     if operator.gathers:
         return a.gather(args[0], args[1].data, operator, node.shape)
     if operator.puts:
@@ -136,6 +138,14 @@ def _mask(
     rows, columns = np.arange(shape[-2])[:, None], np.arange(shape[-1])
     keep = operator.visible(rows, columns, (shape[-2], shape[-1]), attributes, integers)
     return a.mask(args[0], names_of(keep.shape), _squeezed(keep), operator)
+
+
+def turned(a: Any, operator: Operator, x: Any, dim: str, extent: int, padded: int = 0) -> Any:
+    """An operator that changes places and signs, along a dimension with padding behind it."""
+    places, signs = operator.places(extent)
+    rest = np.arange(extent, max(extent, padded))
+    places, signs = np.concatenate([places, rest]), np.concatenate([signs, np.ones(rest.shape)])
+    return a.mul(a.moved(x, dim, places), a.literal((dim,), signs))
 
 
 def _squeezed(x: NDArray[Any]) -> NDArray[Any]:

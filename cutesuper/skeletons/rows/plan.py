@@ -79,6 +79,16 @@ class RowPlan(Plan[RowSchedule]):
     schedule: RowSchedule
 
     @property
+    def turns(self) -> bool:
+        """True if elements change places along a row."""
+        return any(op.facets.turns for op in self.program.ops)
+
+    @property
+    def whole(self) -> bool:
+        """True if the threads of a row must have all of it."""
+        return bool(self.reductions) or self.turns
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.schedule.lanes * self.schedule.rows

@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
+from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.fragments import NEUTRAL, combine, fragment, packed, reduced, stored, widen
 from cutesuper.device.launch import start_successor, wait_for_predecessor
@@ -17,7 +18,7 @@ from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import element, neighbours, one, put
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.base import Operator, lookup
 from cutesuper.skeletons.base import Indexed, View
 from cutesuper.skeletons.kernel.arguments import Extents, dtype_of, named_row
 from cutesuper.skeletons.rows.plan import RowPlan
@@ -134,6 +135,8 @@ class RowKernel:
                     source = ahead[op.inputs[0]]
                 total = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
                 values[i] = total * plan.program.factor(op)
+            elif op.facets.turns:
+                values[i] = self.turn(args[0], lookup(op.kind), tidx, lane)
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
         return values
@@ -336,6 +339,26 @@ class RowKernel:
                 base = (n * self.plan.schedule.rows + group) * warps
                 v = self.across(op, v, slots, base, lane // 32, 1, warps, tidx % 32 == 0)
         return v
+
+    def turn(self, value: Any, operator: Operator, tidx: Any, lane: Any) -> Any:
+        """The elements of a row in other places: halves are exchanged within a thread if it has
+        several accesses, else with the thread that has the same place in the other half."""
+        shape, half = (self.vector, self.chunks), self.chunks // 2
+        _, signs = operator.places(self.length)
+        first, second = Float32(signs[0]), Float32(signs[-1])
+        given, found = fragment(shape), fragment(shape)
+        given.store(value)
+        apart = self.length // 2 // self.vector
+        upper = lane >= apart
+        other = tidx % 32 + select_(upper, Int32(-apart), Int32(apart))
+        for n in range(self.chunks * self.vector):
+            e, c = n % self.vector, n // self.vector
+            if half:
+                found[e, c] = given[e, (c + half) % self.chunks] * (second if c >= half else first)
+            else:
+                moved = cute.arch.shuffle_sync(given[e, c], other)
+                found[e, c] = moved * Float32(select_(upper, second, first))
+        return found.load()
 
     @cute.jit
     def across(
