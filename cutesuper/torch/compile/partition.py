@@ -107,6 +107,7 @@ class _Growing:
     _epoch: dict[fx.Node, int] = field(default_factory=dict)
     _after: list[tuple[fx.Node, ...]] = field(default_factory=list)  # readers of each region
     _made: dict[Hashable, Region | None] = field(default_factory=dict)
+    _unread: set[fx.Node] = field(default_factory=set)
     _last: int = 0  # place of the last node that is in a region
 
     def __post_init__(self) -> None:
@@ -117,9 +118,9 @@ class _Growing:
         for i, node in enumerate(self.graph.nodes):
             epoch += _writes(node)
             self._place[node], self._epoch[node] = i, epoch
-        masks = unread(self.graph.nodes)
+        self._unread = unread(self.graph.nodes)
         for node in self.graph.nodes:
-            if node.op == "call_function" and _computes(node) and node not in masks:
+            if node.op == "call_function" and _computes(node) and node not in self._unread:
                 self._add(node)
         # refused together with a node that no reader made part of a kernel graph; element-wise
         # operators stay where they are, among others that are PyTorch's
@@ -255,7 +256,7 @@ class _Growing:
         seen: set[tuple[fx.Node | int, bool]] = set(todo)
         while todo:
             node, outside = todo.pop()
-            if self._place.get(node, last + 1) > last:
+            if self._place.get(node, last + 1) > last or node in self._unread:
                 continue
             outside, number = outside or not is_free(node), self._region.get(node)
             if number is not None:
