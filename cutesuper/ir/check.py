@@ -307,9 +307,7 @@ def _check_rescaled(program: BlockProgram, op: BlockOp, where: str) -> None:
         )
 
 
-def _check_whole(
-    program: BlockProgram, op: BlockOp, labels: tuple[str, ...], where: str
-) -> None:
+def _check_whole(program: BlockProgram, op: BlockOp, labels: tuple[str, ...], where: str) -> None:
     """Check that a block has the whole of the label along which elements change places."""
     along = op.attributes["along"]
     if along not in labels:

@@ -78,10 +78,8 @@ class RotateHalf(Operator):
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         [shape] = shapes
-        if not shape or isinstance(shape[-1], Symbol) or shape[-1] % 2:
-            raise ShapeError(
-                f"{show_call(self.name, shapes)}: the last dimension must be a known even number"
-            )
+        if not shape or extent(shape[-1]) % 2:
+            raise ShapeError(f"{show_call(self.name, shapes)}: the last extent must be even")
         return shape
 
     def places(self, extent: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -345,9 +345,12 @@ def turned(node: fx.Node) -> fx.Node | None:
     if node.target is not torch.ops.aten.cat.default:
         return None
     a = arguments_of(node)
-    if len(a["tensors"]) != 2 or a["tensors"][0].target is not torch.ops.aten.neg.default:
+    negative = a["tensors"][0]
+    if len(a["tensors"]) != 2 or negative.target is not torch.ops.aten.neg.default:
         return None
-    second, first = _range_of(a["tensors"][0].args[0]), _range_of(a["tensors"][1])
+    if set(negative.users) != {node}:  # it is computed in any case
+        return None
+    second, first = _range_of(negative.args[0]), _range_of(a["tensors"][1])
     if first is None or second is None or first[0] is not second[0]:
         return None
     shape = fake(first[0]).shape
@@ -363,9 +366,9 @@ def negated(node: fx.Node) -> fx.Node:
 
 
 def is_negated(node: fx.Node) -> bool:
-    """True for a node that is read only where halves are turned, by which it is not needed."""
-    negation = node.target is torch.ops.aten.neg.default and bool(node.users)
-    return negation and all(turned(u) is not None and negated(u) is node for u in node.users)
+    """True for a node that only a concatenation reads which turns halves, and does not need it."""
+    [user, *others] = node.users or [node]
+    return not others and turned(user) is not None and negated(user) is node
 
 
 def _range_of(node: Any) -> tuple[fx.Node, int, int, int] | None:
