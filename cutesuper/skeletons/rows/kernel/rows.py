@@ -44,6 +44,8 @@ class RowKernel:
         self.rows_first = s.interleaved or self.strips == 1
         #: loads in the order of the program
         self.early = sorted(plan.loads)
+        #: the kernel of each alternative of the grid
+        self.sections = [RowKernel(s) for s in plan.sections] if len(plan.sections) > 1 else [self]
         written = [a.dtype for a in plan.arguments if a.written]
         self.math = DeviceMath(fast="float32" not in written)
 
@@ -51,7 +53,7 @@ class RowKernel:
     def __call__(self, *args):
         """Launch; the arguments are the plan's tensors in order, then the stream."""
         tensors, stream = list(args[:-1]), args[-1]
-        rows = cute.ceil_div(self.row_count(tensors), self.row_blocks_of)
+        rows = sum(s.row_blocks(tensors) for s in self.sections)
         # given, so that the driver is not asked how much shared memory the blocks of an SM take
         resident = self.plan.resident
         more = {"preferred_smem_carveout": CARVEOUT} if resident else {}
@@ -71,6 +73,10 @@ class RowKernel:
             count = count * self.extents.of(label, tensors)
         return count
 
+    def row_blocks(self, tensors: list[cute.Tensor]) -> Any:
+        """Number of blocks along the rows."""
+        return cute.ceil_div(self.row_count(tensors), self.row_blocks_of)
+
     @cute.kernel
     def kernel(self, tensors: list[cute.Tensor]):
         plan = self.plan
@@ -85,6 +91,19 @@ class RowKernel:
         if cutlass.const_expr(plan.shared_bytes > 0):
             alloc = cutlass.memory.SmemAllocator()
             slots = alloc.allocate_array(Float32, plan.shared_bytes // 4, byte_alignment=16)
+        first = Int32(0)
+        for section in self.sections:
+            last = first + section.row_blocks(tensors)
+            if cutlass.const_expr(len(self.sections) == 1):
+                section.work(tensors, slots, tidx, bx, by)
+            elif bx >= first and bx < last:
+                section.work(tensors, slots, tidx, bx - first, by)
+            first = last
+
+    @cute.jit
+    def work(self, tensors, slots, tidx, bx, by):
+        """The rows of one block."""
+        plan = self.plan
         lane, group = tidx % self.lanes, tidx // self.lanes
         if cutlass.const_expr(plan.schedule.interleaved):
             lane, group = tidx // self.row_blocks_of, tidx % self.row_blocks_of
