@@ -20,6 +20,7 @@ from cutesuper.ir.serial import dumps, loads
 from cutesuper.report import plan_text
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.plan import RowPlan
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule, RowSchedule
 from cutesuper.targets import H200
 from cutesuper.verify.numeric import acceptable, compare
@@ -48,6 +49,21 @@ def appended() -> KernelGraph:
     cos, sin = (g.new_input((2, 1, 3, 64), "bfloat16") for _ in range(2))
     y = g.rms_norm(x)
     g.mark_output(g.put_rows(cache, at, y * cos + g.rotate_half(y) * sin, dim=2))
+    return g
+
+
+def step() -> KernelGraph:
+    """Queries and fewer keys get positions; keys and values go into caches."""
+    g = cs.new_kernel_graph()
+    caches = [g.new_input((2, 2, 20, 64), "bfloat16") for _ in range(2)]
+    at = g.new_input((1,), "int64")
+    q, k, v = (g.new_input((2, h, 1, 64), "bfloat16") for h in (6, 2, 2))
+    cos, sin = (g.new_input((2, 1, 1, 64), "bfloat16") for _ in range(2))
+    q, k = (g.rms_norm(x) for x in (q, k))
+    q, k = (x * cos + g.rotate_half(x) * sin for x in (q, k))
+    for cache, rows in zip(caches, (k, v), strict=True):
+        g.mark_output(g.put_rows(cache, at, rows, dim=2))
+    g.mark_output(q)
     return g
 
 
@@ -95,9 +111,10 @@ PROGRAMS: dict[str, tuple[Callable[[], KernelGraph], int]] = {
     "within a thread": (lambda: positions(256, 2, "float32"), 1),
     "one by one": (lambda: positions(10), 1),
     "normalized and appended": (appended, 1),
+    "queries, keys and values": (step, 1),
     "of a product": (lambda: positions(rest=lambda g, x: x @ g.new_input((64, 64), "bfloat16")), 2),
 }
-ON_THE_MACHINE = ("heads", "within a thread", "normalized and appended")
+ON_THE_MACHINE = ("heads", "within a thread", "queries, keys and values")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -107,7 +124,8 @@ def test_kernels_of_programs(name: str, golden: Callable[[str, str], None]) -> N
     mu = best(g)
     assert len(mu.steps) == kernels and cs.verify(g, mu)
     plan = make_plan(mu.steps[-1], mu.tensors, H200)
-    if name == "normalized and appended":
+    if name == "queries, keys and values":
+        assert isinstance(plan, RowPlan) and plan.row_count == 2 * 6 + 2 * 2
         golden("plans/rotate_half.txt", plan_text("k0", plan))
 
 
@@ -133,13 +151,14 @@ def test_kernels_move_halves(name: str) -> None:
     shapes = [tuple(map(extent, g.nodes[i].shape)) for i in g.inputs]
     types = [g.nodes[i].dtype for i in g.inputs]
     inputs = [
-        torch.randperm(32)[: s[0]] if t.integer else torch.randn(s).to(t.torch)
+        torch.randperm(20)[: s[0]] if t.integer else torch.randn(s).to(t.torch)
         for s, t in zip(shapes, types, strict=True)
     ]
-    [exact], [eager] = evaluate(g, inputs, torch.float64), evaluate(g, inputs)
-    [found] = kernel([x.cuda() for x in inputs])
-    report = acceptable(found.cpu(), exact, eager, g.nodes[g.outputs[0]].dtype)
-    assert report, report.message
+    exact, eager = evaluate(g, inputs, torch.float64), evaluate(g, inputs)
+    found = kernel([x.cuda() for x in inputs])
+    for out, want, theirs, i in zip(found, exact, eager, g.outputs, strict=True):
+        report = acceptable(out.cpu(), want, theirs, g.nodes[i].dtype)
+        assert report, report.message
 
 
 # ----------------------------------------------------------------------------------------- PyTorch
