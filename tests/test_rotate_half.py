@@ -201,6 +201,14 @@ def test_compiled_functions(fn: Any) -> None:
         assert reports[0].taken == 1 and not reports[0].outside
 
 
+def test_regions_that_only_move_elements_are_tried() -> None:
+    call, reports = compiled(rotated, take="modelled")
+    with torch.no_grad():
+        call(torch.randn(2, 5, 3, 64), *torch.randn(2, 2, 1, 3, 64))
+    [region] = reports[0].regions
+    assert "element-wise" not in region.verdict.reason
+
+
 def test_traced_functions() -> None:
     x, cos, sin = torch.randn(2, 5, 3, 64), *torch.randn(2, 2, 1, 3, 64)
     program = cs.superoptimize(split, [x, cos, sin], target="h200")

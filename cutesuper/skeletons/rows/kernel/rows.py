@@ -91,14 +91,15 @@ class RowKernel:
         if cutlass.const_expr(plan.shared_bytes > 0):
             alloc = cutlass.memory.SmemAllocator()
             slots = alloc.allocate_array(Float32, plan.shared_bytes // 4, byte_alignment=16)
-        first = Int32(0)
-        for section in self.sections:
-            last = first + section.row_blocks(tensors)
-            if cutlass.const_expr(len(self.sections) == 1):
-                section.work(tensors, slots, tidx, bx, by)
-            elif bx >= first and bx < last:
-                section.work(tensors, slots, tidx, bx - first, by)
-            first = last
+        if cutlass.const_expr(len(self.sections) == 1):
+            self.work(tensors, slots, tidx, bx, by)
+        else:
+            first = Int32(0)
+            for section in self.sections:
+                last = first + section.row_blocks(tensors)
+                if bx >= first and bx < last:
+                    section.work(tensors, slots, tidx, bx - first, by)
+                first = last
 
     @cute.jit
     def work(self, tensors, slots, tidx, bx, by):
