@@ -227,7 +227,7 @@ def label(region: Region) -> LabelledProgram:
         found = _separate(region) or _separate(_unshared(region))
     if found is None:
         raise SearchError("a value is used in two roles (one of its labels would occur twice)")
-    return _side_by_side(found).program()
+    return _beside_rows(_side_by_side(found)).program()
 
 
 Use = tuple[int, int]  # operation, position of the operand
@@ -318,6 +318,28 @@ def _side_by_side(found: _Unification) -> _Unification:
                 continue
             joined = _Unification(found.region, found.groups, (*found.equal, (first, other)))
             found = joined if joined.consistent else found
+    return found
+
+
+def _beside_rows(found: _Unification) -> _Unification:
+    """Give rows that are put somewhere labels of an output with which they share none, where both
+    have the same extents, the row's own among them.
+
+    before: ``K[M, N]`` with positions and ``V[M2, N2]`` as it is, both into caches, two kernels;
+    after: ``V[M, N]``, one kernel.
+    """
+    views = [[(v.value, d) for d in v.order] for v in found.region.outputs]
+    for p in found.region.put:
+        own = views[p.output]
+        for other in views:
+            both = [*zip(reversed(own), reversed(other), strict=False)]
+            pairs = [(a, b) for a, b in both if found.extent(a) == found.extent(b) != 1]
+            met = {found.find(a) for a in own} & {found.find(b) for b in other}
+            if met or both[0] not in pairs:
+                continue
+            joined = _Unification(found.region, found.groups, (*found.equal, *pairs))
+            if joined.consistent:
+                return _beside_rows(joined)
     return found
 
 
@@ -463,6 +485,9 @@ class _Unification:
             if self.extent(slot) == 1:  # the operand itself; a single row may have a label
                 return args[0]
             over, attributes = self.names[self.find(slot)], {}
+        elif lookup(kind).turns:
+            slot = (len(self.region.inputs) + i, len(op.shape) - 1)
+            attributes["along"] = self.names[self.find(slot)]
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:

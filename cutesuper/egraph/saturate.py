@@ -283,6 +283,10 @@ class Table:
         needed = frozenset[str]().union(*(c.labels for c in classes[1:]))
         if operator.masks:
             needed |= {given[side] for side in ("rows", "columns")} - {None}
+        if operator.turns:
+            needed |= {given["along"]}
+            if any(a.dim == given["along"] for a in self.axes.values()):
+                return  # a block has a part of what changes places
         if state is None or not needed <= classes[0].labels:
             return
         form = operator.symbolic(self.space.table, [c.form for c in classes], given)

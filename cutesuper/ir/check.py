@@ -199,9 +199,9 @@ def _check_attributes(op: BlockOp, where: str) -> None:
                 operator.check_attributes(own)
         except OperatorError as e:
             raise GraphError(f"{where}: {e}") from None
-        if not (operator.contracts or operator.reduces or operator.masks):
+        if not (operator.contracts or operator.reduces or operator.masks or operator.turns):
             raise GraphError(f"{where}: not an operation of a block program")
-        needed[op.kind] = _MASKED if operator.masks else ("over",)
+        needed[op.kind] = _MASKED if operator.masks else ("along" if operator.turns else "over",)
         if operator.integers:
             needed[op.kind] = (*_MASKED, *operator.attributes)
     missing = set(needed[op.kind]) - set(op.attributes)
@@ -274,6 +274,8 @@ def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
             _check_counted(program, op, where)
         elif operator.masks:
             _check_positions(op, args[0], where)
+        elif operator.turns:
+            _check_whole(program, op, args[0], where)
         elif not operator.elementwise:
             over = op.attributes["over"]
             if any(over not in a for a in args):
@@ -302,6 +304,18 @@ def _check_rescaled(program: BlockProgram, op: BlockOp, where: str) -> None:
         raise GraphError(
             f"{where}: the maximum (operation {part}) has the label {', '.join(sorted(alien))}, "
             f"which what is summed (operation {value}) has not"
+        )
+
+
+def _check_whole(program: BlockProgram, op: BlockOp, labels: tuple[str, ...], where: str) -> None:
+    """Check that a block has the whole of the label along which elements change places."""
+    along = op.attributes["along"]
+    if along not in labels:
+        raise GraphError(f"{where}: its operand does not have the label {along}")
+    if axes := program.axes_of(along):
+        raise GraphError(
+            f"{where}: elements change places along {along}, which {axes[0].name} divides; a block "
+            "must have it whole"
         )
 
 

@@ -130,6 +130,8 @@ def _cuts(graph: KernelGraph, i: int, cuts: list[Cuts]) -> Cuts:
         return (*args[0][:d], _NONE, *args[0][d + 1 :])
     if lookup(node.operator).masks:
         return args[0]
+    if lookup(node.operator).turns:
+        return (*args[0][:-1], _NONE)
     return _aligned(args, rank)
 
 
@@ -182,6 +184,11 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
         raise OperatorError(
             f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and "
             "positions count from the whole; mask the parts before they are put together"
+        )
+    if operator.turns and box[-1] != _whole(node.shape)[-1]:
+        raise OperatorError(
+            f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and "
+            "elements of one come from others; turn the parts before they are put together"
         )
     if (operator.gathers or operator.puts) and box != _whole(node.shape):
         raise OperatorError(

@@ -93,7 +93,7 @@ def computed(kind: str, args: Sequence[Array], attributes: Attributes) -> Array:
     operator = lookup(kind)
     if operator.hides:
         return np.broadcast_arrays(*args)[-1]
-    if operator.masks:
+    if operator.masks or operator.turns:  # magnitudes matter here
         return args[0]
     if operator.integers:
         return np.ones_like(args[0])

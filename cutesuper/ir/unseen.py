@@ -89,7 +89,7 @@ def fate(kind: str, args: Sequence[Fate | None], attributes: Attributes) -> Fate
     first = first if operator.joins else args[0]
     if operator.reduces is not None and first is not None and not _repeats(operator, first.value):
         return None
-    changed = operator.masks and operator.fill == 0.0
+    changed = operator.turns or (operator.masks and operator.fill == 0.0)
     repeats = (0.0,) if changed else (0.0, inf, -inf)  # and so are sums and maxima of them
     return first if first is not None and first.value in repeats else None
 

@@ -196,6 +196,10 @@ class DegreeAlgebra:
         """Literal numbers: degree zero, unchanged by any draw of the inputs."""
         return Degree(dict(zip(names, numbers.shape, strict=True)))
 
+    def moved(self, x: Degree, dim: str, places: Any) -> Degree:
+        """x: elements change places."""
+        return x
+
     def gather(
         self, x: Degree, integers: Any, operator: Operator, shape: tuple[int, ...]
     ) -> Degree:

@@ -209,6 +209,12 @@ class FieldDomain(FieldAlgebra):
         known = x.masked or y.masked, x.positive and y.positive, x.flat or y.flat
         return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q, *known), ("pair",))
 
+    def moved(self, x: FieldValue, dim: str, places: NDArray[np.int64]) -> FieldValue:
+        """x with the elements of these places along a dimension."""
+        axis = x.dims.index(dim)
+        q = None if x.q is None else x.q.take(places, axis)
+        return x.like(x.dims, x.p.take(places, axis), q)
+
     def gather(
         self, x: FieldValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]
     ) -> FieldValue:

@@ -65,16 +65,17 @@ def resized_graph(graph: KernelGraph, inputs: tuple[_Shape, ...]) -> KernelGraph
     """A graph of the same operators on inputs of other shapes. Raises ShapeError if they do not
     fit.
 
-    A mask may have more rows than columns here, which a newly built graph may not.
+    A mask may have more rows than columns here, and what is turned an odd extent, which a newly
+    built graph may not.
     """
     g = KernelGraph()
     shapes = iter(inputs)
     for n in graph.nodes:
         if n.operator == INPUT:
             g.new_input(next(shapes), n.dtype, n.name)
-        elif lookup(n.operator).masks:
-            masked = g.nodes[n.inputs[0]]
-            g.nodes.append(replace(n, shape=masked.shape, dtype=masked.dtype))
+        elif lookup(n.operator).masks or lookup(n.operator).turns:
+            same = g.nodes[n.inputs[0]]
+            g.nodes.append(replace(n, shape=same.shape, dtype=same.dtype))
         else:
             g.apply(n.operator, *(g.tensor(j) for j in n.inputs), **dict(n.attributes))
     g.outputs = list(graph.outputs)
@@ -347,11 +348,13 @@ def _multiply(
 
 
 def _reduced(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> set[_Node]:
-    """Classes over which there is a sum, mean or maximum."""
+    """Classes over which there is a sum, mean or maximum, or along which elements change places."""
     found: set[_Node] = set()
     for n in graph.nodes:
         if lookup(n.operator).reduces:
             found.add(classes.find(("s", n.inputs[0], n.attributes["dim"])))
+        elif lookup(n.operator).turns:
+            found.add(classes.find(("s", n.inputs[0], len(n.shape) - 1)))
     for k, step in enumerate(mu.steps):
         for op in step.program.ops:
             if op.kind in TABLE and TABLE[op.kind].reduces:

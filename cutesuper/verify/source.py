@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
+from cutesuper.ir.dims import extent
 from cutesuper.ir.field import DivisionByZero
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, Attributes, Operator, facets, lookup
@@ -97,6 +98,8 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
         return a.elementwise(node.operator, args, dict(node.attributes))
     if operator.masks:
         return _mask(a, operator, args, shapes[0], node.attributes)
+    if operator.turns:
+        return turned(a, operator, args[0], "0", extent(shapes[0][-1]))
     if operator.gathers:
         return a.gather(args[0], args[1].data, operator, node.shape)
     if operator.puts:
@@ -136,6 +139,14 @@ def _mask(
     rows, columns = np.arange(shape[-2])[:, None], np.arange(shape[-1])
     keep = operator.visible(rows, columns, (shape[-2], shape[-1]), attributes, integers)
     return a.mask(args[0], names_of(keep.shape), _squeezed(keep), operator)
+
+
+def turned(a: Any, operator: Operator, x: Any, dim: str, length: int, padded: int = 0) -> Any:
+    """An operator that changes places and signs, along a dimension with padding behind it."""
+    places, signs = operator.places(length)
+    rest = np.arange(length, max(length, padded))
+    places, signs = np.concatenate([places, rest]), np.concatenate([signs, np.ones(rest.shape)])
+    return a.mul(a.moved(x, dim, places), a.literal((dim,), signs))
 
 
 def _squeezed(x: NDArray[Any]) -> NDArray[Any]:

@@ -44,7 +44,7 @@ from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import TABLE, Operator
 from cutesuper.ir.operators.monoid import monoid
 from cutesuper.verify.integers import Integers, without_q
-from cutesuper.verify.source import needs_exponents
+from cutesuper.verify.source import needs_exponents, turned
 
 #: limit on the elements of one value held at a time; about ten values live at once
 CHUNK_ELEMENTS = 1 << 22
@@ -263,6 +263,10 @@ class BlockRun:
         operator = TABLE[op.kind]
         if operator.masks:
             return self._mask(op, operator, args, window)
+        if operator.turns:
+            label = self.layout.labels[op.attributes["along"]]
+            [dim], [padded] = label.parts, label.extents
+            return turned(self.a, operator, args[0], dim, label.extent, padded)
         if operator.integers:
             [x] = args
             return self.a.literal(x.dims, operator.numbers(x.data, op.attributes))

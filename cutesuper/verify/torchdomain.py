@@ -118,6 +118,11 @@ class TorchDomain:
         """x: there is only one kind of number here."""
         return x
 
+    def moved(self, x: TorchValue, dim: str, places: NDArray[np.int64]) -> TorchValue:
+        """x with the elements of these places along a dimension."""
+        index = torch.from_numpy(places).to(x.data.device)
+        return TorchValue(x.dims, x.data.index_select(x.dims.index(dim), index))
+
     def gather(
         self, x: TorchValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]
     ) -> TorchValue:

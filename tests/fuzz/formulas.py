@@ -176,6 +176,15 @@ def _slice(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype
     return m.move(lambda x: x.index_select(a["dim"], places), args[0])
 
 
+@formula("rotate_half")
+def _rotate_half(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    half = m.value(args[0]).shape[-1] // 2
+    moved = m.move(lambda x: x.roll(half, -1), args[0])
+    signs = torch.ones(2 * half, dtype=torch.float64)
+    signs[:half] = -1
+    return m.function(lambda x: x * signs, moved, exact=True)
+
+
 # ---------------------------------------------------------------------------- masks and integers
 
 

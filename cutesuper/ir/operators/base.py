@@ -86,6 +86,8 @@ class Operator:
     reciprocal: ClassVar[str | None] = None
     #: changes the order of dimensions and nothing else
     permutes: ClassVar[bool] = False
+    #: changes the places of elements along one dimension, and signs; see `Operator.places`
+    turns: ClassVar[bool] = False
     #: changes the element type and nothing else
     converts: ClassVar[bool] = False
     #: keeps each element or puts `fill` in its place, by its position along the last two
@@ -286,6 +288,11 @@ class Operator:
     def empties(self) -> bool:
         """True if it may hide rows as a whole: see `cutesuper.ir.unseen`."""
         return self.masks and self.fill == -inf and bool(self.integers)
+
+    def places(self, extent: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """For operators that turn a dimension of this extent: the place that each element of the
+        result comes from, and the sign that it gets."""
+        raise NotImplementedError
 
     def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:
         """The result for some integers; NaN counts as a number here."""

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cutesuper.errors import GraphError, OperatorError, ShapeError
 from cutesuper.ir.arguments import shown
@@ -64,6 +65,43 @@ class Transpose(Operator):
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 0.0
+
+
+@operator
+class RotateHalf(Operator):
+    """``[-b, a]`` of the halves ``[a, b]`` of the last dimension, as rotary positions have it:
+    ``x cos + rotate_half(x) sin`` (Su et al., RoFormer, 2021)."""
+
+    name = "rotate_half"
+    arity = 1
+    turns = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        [shape] = shapes
+        if not shape or extent(shape[-1]) % 2:
+            raise ShapeError(f"{show_call(self.name, shapes)}: the last extent must be even")
+        return shape
+
+    def places(self, extent: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        half = extent // 2
+        moved = np.roll(np.arange(extent), -half)
+        return moved, np.where(moved >= half, -1.0, 1.0)
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        [x] = args
+        half = x.shape[-1] // 2
+        return torch.cat((-x[..., half:], x[..., :half]), -1)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        return [g.mul(g.apply(self.name, g.full(dy, y)), -1.0)]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """A function of the row to the search; the verifier moves elements, by `places`."""
+        return opaque(self.name, a, args, attributes)
 
 
 @operator

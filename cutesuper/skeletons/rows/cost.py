@@ -25,19 +25,21 @@ def price(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:
 def _resident(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:
     """Cost of rows that one block holds."""
     r, reductions = target.rates, _reductions(plan)
-    elements = prod(map(extent, plan.program.dims.values()))
-    rows = elements // plan.length
+    sections = plan.sections if isinstance(plan, RowPlan) else (plan,)
+    rows = sum(_rows(s) for s in sections)
+    elements = rows * plan.length
     sms = min(target.sms, rows if reductions else ceil_div(elements, ROW_ELEMENTS))
     moved = plan.moved_bytes
     taken = sum(
-        rows * (plan.length if plan.column in v.labels else 1) * plan.itemsize(v)
-        for v in plan.views  # a tensor of columns is read again for every row
+        _rows(s) * (plan.length if plan.column in v.labels else 1) * plan.itemsize(v)
+        for s in sections
+        for v in s.views  # a tensor of columns is read again for every row
     )
     parts = {
         "memory": moved / target.bandwidth * 1e6,
         "ingest": moved / (sms * r.sm_bytes_per_us),
         "l2": taken / target.l2_bandwidth * 1e6,
-        "lanes": _arithmetic(plan, target, again=True) / (sms * r.lanes_per_us),
+        "lanes": sum(_arithmetic(s, target, True) for s in sections) / (sms * r.lanes_per_us),
     }
     busy = overlapped(r.overlap, *parts.values())
     ramp = r.reduction_us * reductions
@@ -103,6 +105,13 @@ def _clustered(plan: RowLoopPlan, target: Target) -> Cost:
     return Cost(target.launch_us + target.rows.block_us + busy, parts)
 
 
+def _rows(plan: RowPlan | RowLoopPlan) -> int:
+    """Number of rows, of all labels."""
+    if isinstance(plan, RowPlan):
+        return plan.row_count
+    return prod(map(extent, plan.program.dims.values())) // plan.length
+
+
 def _reductions(plan: RowPlan | RowLoopPlan) -> int:
     """Number of reductions along the row."""
     return sum(op.attributes.get("over") == plan.column for op in plan.program.ops)
@@ -112,9 +121,12 @@ def _arithmetic(plan: RowPlan | RowLoopPlan, target: Target, again: bool = False
     """Number of instructions for all elements; ``again``: values that do not depend on the row are
     computed again for each."""
     program, count = plan.program, 0.0
-    for op in filter(computes, program.ops):
+    ops, rows = program.ops, program.dims.keys() - {plan.column}
+    if isinstance(plan, RowPlan):
+        ops, rows = [program.ops[i] for i in plan.order], {*plan.rows}
+    for op in filter(computes, ops):
         labels = set(program.ops[op.inputs[0]].dims if "over" in op.attributes else op.dims)
         if again:
-            labels |= program.dims.keys() - {plan.column}
+            labels |= rows
         count += prod(extent(program.dims[d]) for d in labels) * instructions(program, op, target)
     return count

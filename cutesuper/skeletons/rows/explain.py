@@ -62,7 +62,7 @@ def _sum_line(plan: RowLoopPlan) -> str:
 def row_lines(plan: RowPlan) -> list[str]:
     """Rows, threads and tensors of a row kernel, line by line."""
     s = plan.schedule
-    rows = " x ".join(plan.rows) or "1"
+    rows = " and ".join(" x ".join(s.rows) or "1" for s in plan.sections)
     return [
         f"rows: {rows} rows of {plan.column}, {s.rows} per block of {plan.threads} threads",
         _threads_line(plan, kept=True),

@@ -46,7 +46,7 @@ class RowForm:
     Attributes:
         row: the label along the rows, whole (if reduced) or tiled (if nothing is reduced); see
             `skeletons.rows.roles.row_label`.
-        reduced: True if anything is reduced over it.
+        reduced: True if anything is reduced over it, or moved along it.
         clustered: True if a row is longer than one block can hold: a cluster shares it.
     """
 
@@ -163,9 +163,10 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     or of values that take positions along the rows are left to blocks that visit them."""
     reduced = program.reduced
     counted = {op.attributes["columns"] for op in program.ops if "columns" in op.attributes}
+    moved = {op.attributes["along"]: None for op in program.ops if op.facets.turns}
     summed = [program.dims[d] for d in reduced if d != along_rows(program)]
     symbolic = any(isinstance(n, Symbol) for n in summed)
-    beside = bool(reduced) and not counted <= set(reduced)
+    beside = bool(reduced) and not {*counted, *moved} <= set(reduced)
     must = len(reduced) > 1 or symbolic or beside
     if must or any(extent(n) > MAX_COLUMN for n in summed):
         check_index(region)
@@ -176,7 +177,7 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
                 raise
     stored = [labels_of(m) for _, m in program.outputs]
     loaded = [labels_of(op.attributes["map"]) for op in program.of_kind("load")]
-    row = row_label(program.dims, reduced, stored, loaded)
+    row = row_label(program.dims, reduced or [*moved], stored, loaded)
     if row is None:
         raise SearchError("all tensors have one element; no kernel is made for that")
     if isinstance(program.dims[row], Symbol):
@@ -185,8 +186,9 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
             "that is read only its first dimension may be symbolic, and another one must be longer "
             "than 1"
         )
-    if not counted <= {row}:
-        raise SearchError(f"positions along {shown(sorted(counted))}, and rows run along {row}")
+    if not {*counted, *moved} <= {row}:
+        places = shown(sorted({*counted, *moved}))
+        raise SearchError(f"positions along {places}, and rows run along {row}")
     clustered = bool(reduced) and _exceeds_a_block(program, row)
     if clustered or counted:
         check_index(region)
@@ -198,9 +200,9 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
         )
     if clustered:
         check_cluster_row(program, row)
-    through = bool(region.taken or region.put)
+    through = bool(region.taken or region.put or moved)
     better = bool(reduced) and not through and _better_in_a_cluster(program, row, target)
-    return RowForm(row, bool(reduced), clustered or better)
+    return RowForm(row, bool(reduced or moved), clustered or better)
 
 
 def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from cutesuper.errors import LoweringError
@@ -81,6 +82,16 @@ class RowPlan(Plan[RowSchedule]):
     schedule: RowSchedule
 
     @property
+    def turns(self) -> bool:
+        """True if elements change places along a row."""
+        return any(op.facets.turns for op in self.program.ops)
+
+    @property
+    def whole(self) -> bool:
+        """True if the threads of a row must have all of it."""
+        return bool(self.reductions) or self.turns
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.schedule.lanes * self.schedule.rows
@@ -110,10 +121,30 @@ class RowPlan(Plan[RowSchedule]):
         """Elements of a row."""
         return extent(self.program.dims[self.column])
 
+    @cached_property
+    def sections(self) -> tuple[RowPlan, ...]:
+        """The plan of each alternative of the grid, for its own rows (`BlockProgram.alternatives`):
+        a block has rows of one of them. The plan itself if there are none."""
+        apart = [d for d in self.program.alternatives if d in self.rows]
+        return tuple(self._section(d, {*apart} - {d}) for d in apart[len(apart) == 1 :]) or (self,)
+
+    def _section(self, own: str, others: set[str]) -> RowPlan:
+        ops, needed = self.program.ops, self.program.dependence.before
+        stores = {i: v for i, v in self.stores.items() if own in ops[i].dims}
+        used = {j for i in stores for j in needed(i)}
+        return replace(
+            self,
+            rows=tuple(d for d in self.rows if d not in others),
+            loads={i: v for i, v in self.loads.items() if i in used},
+            stores=stores,
+            reductions=tuple(i for i in self.reductions if i in used),
+            order=tuple(i for i in self.order if i in used),
+        )
+
     @property
     def row_count(self) -> int:
         """Number of rows."""
-        return prod(extent(self.program.dims[d]) for d in self.rows)
+        return sum(prod(extent(self.program.dims[d]) for d in s.rows) for s in self.sections)
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:

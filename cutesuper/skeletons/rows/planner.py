@@ -73,6 +73,8 @@ def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
     """The plan of a row loop before its knobs are chosen: the roles of the operations, the same at
     all extents of a structure. Raises LoweringError."""
     refuse_index(step)
+    if any(op.facets.turns for op in step.program.ops):
+        raise LoweringError(f"kernel {step.name}: a row loop moves no elements along a row")
     program, where = step.program, f"kernel {step.name}"
     arguments = arguments_of(step, setting.tensors)
     column = loop_column(program, *_views(program, arguments), where)
@@ -244,8 +246,8 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
         default_rows(plan, setting.target), dependent_launch=setting.dependent_launch
     )
     plan = replace(plan, schedule=chosen)
-    if schedule is not None and (why := _row_fault(plan)):
-        raise ScheduleError(f"{where}: {why}")
+    if (schedule is not None or plan.turns) and (why := _row_fault(plan)):
+        raise (LoweringError if schedule is None else ScheduleError)(f"{where}: {why}")
     program = _strips(plan)
     return replace(plan, program=program, order=_order(program, reductions, chosen))
 
@@ -260,8 +262,15 @@ def _row_fault(plan: RowPlan) -> str | None:
             f"{plan.threads} threads with {held} elements each do not fit into the registers; at "
             f"most {MAX_PER_THREAD} with {MAX_THREADS // 2} threads, half of that with more"
         )
-    if plan.reductions and plan.width < plan.length:
+    if plan.whole and plan.width < plan.length:
         return f"{s.lanes} lanes of {held} elements do not cover rows of {plan.length}"
+    aligned = plan.length % (2 * s.vector) == 0 and not s.interleaved
+    moved = s.chunks % 2 == 0 and plan.width == plan.length
+    if plan.turns and not (aligned and (moved or (s.chunks == 1 and s.lanes <= WARP))):
+        return (
+            f"halves of rows of {plan.length} change places within a thread or a warp: with one "
+            f"chunk in at most {WARP} lanes, or an even number of chunks that cover the row"
+        )
     return None
 
 
@@ -288,6 +297,7 @@ def _column(
     program: BlockProgram, loads: dict[int, View], stores: dict[int, View], where: str
 ) -> str:
     over = {o.attributes["over"] for o in program.ops if o.facets.reduces}
+    over |= {o.attributes["along"] for o in program.ops if o.facets.turns}
 
     def labels(views: dict[int, View]) -> list[list[str]]:
         return [[d for d in v.labels if d in program.dims] for v in views.values()]
@@ -349,7 +359,7 @@ def _strips(plan: RowPlan) -> BlockProgram:
     axes: list[Axis] = []
     for d, t in tile.items():
         dim = program.dims[d]
-        if d == plan.column and plan.reductions:
+        if d == plan.column and plan.whole:
             continue
         parts = None if isinstance(dim, Symbol) else ceil_div(extent(dim), t)
         axes.append(Axis(d, AxisKind.GRID, parts))

@@ -51,6 +51,8 @@ class Roles:
 def walks(program: BlockProgram, target: Target) -> bool:
     """True if a program without products is a row loop: because of its axes, of the operations that
     end them, because it takes positions, or because its rows are long."""
+    if any(op.facets.turns for op in program.ops):
+        return False
     kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
     if kinds or any(op.kind in ENDING or op.facets.masks for op in program.ops):
         return True

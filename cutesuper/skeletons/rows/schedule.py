@@ -193,6 +193,8 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
         rows = SETTINGS.choose(target, "strided", held=chunks)["rows"]
         return RowSchedule(lanes, 1, chunks, rows, interleaved=True)
     vector = _vector(plan)
+    if plan.turns:
+        return _turning(plan, target, vector)
     if not reduces and any(v.stride(plan.column) > 1 for v in plan.views):
         # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes its
         # own 16 bytes
@@ -206,6 +208,14 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     chunks = ceil_div(plan.length, lanes * vector)
     chunks = chunks if reduces else min(accesses, chunks)
     return RowSchedule(lanes, vector, chunks, _rows_of_a_block(plan, target, lanes, accesses))
+
+
+def _turning(plan: RowPlan, target: Target, vector: int) -> RowSchedule:
+    """Rows of one warp or less, whose halves begin at a vector: elements move by one shuffle."""
+    vector = gcd(vector, plan.length // 2)
+    lanes = min(WARP, power_of_two(ceil_div(plan.length, vector)))
+    chunks = ceil_div(plan.length, lanes * vector)
+    return RowSchedule(lanes, vector, chunks, _rows_of_a_block(plan, target, lanes, chunks))
 
 
 def _setting(plan: RowPlan, target: Target, decision: str, **more: float) -> Mapping[str, Any]:

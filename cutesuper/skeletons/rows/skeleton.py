@@ -52,6 +52,8 @@ class Rows(Skeleton):
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
         """Rows along the reduced label or the last one, if all axes are grid axes."""
         reduced = single_reduction(program)
+        if not reduced and reduced is not None:
+            reduced = list({op.attributes["along"]: None for op in program.ops if op.facets.turns})
         if reduced is None or any(a.kind != AxisKind.GRID for a in program.axes):
             return None
         if any(op.facets.contracts for op in program.ops):

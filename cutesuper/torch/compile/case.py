@@ -105,9 +105,11 @@ class Case:
 
     @cached_property
     def anchors(self) -> int:
-        """The number of reductions and products, without which there is nothing to gain."""
+        """The number of reductions, products, and operators that move elements, without which there
+        is nothing to gain."""
         operators = [n.facets for n in self.region.graph.nodes]
-        return sum(bool(o.reduces) or o.composite or o.contracts for o in operators)
+        moves = (o.turns or o.puts for o in operators)
+        return sum(moves) + sum(bool(o.reduces) or o.composite or o.contracts for o in operators)
 
     @cached_property
     def parts(self) -> tuple[Case, ...]:

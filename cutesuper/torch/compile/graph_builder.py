@@ -646,10 +646,11 @@ class Builder:
 
 
 def _along_a_dimension(t: Tensor) -> bool:
-    """True for a reduction along a dimension, or a norm: any dimensions may stand in front."""
+    """True for a reduction along a dimension, a norm, or elements that change places along the
+    last: any dimensions may stand in front."""
     facets = t.node.facets
     composed = facets.composite and not (facets.integers or facets.one_type)
-    return bool(facets.reduces) or composed
+    return bool(facets.reduces) or facets.turns or composed
 
 
 def _in_memory(slots: Slots, stored: Sequence[Dims]) -> Slots:

@@ -21,7 +21,7 @@ from cutesuper.torch.compile.factored_dims import equal
 from cutesuper.torch.compile.graph_builder import FLOATS, Unsupported, fake
 from cutesuper.torch.compile.positions import Condition, Limit, as_kind, marks_of
 from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of, products
-from cutesuper.torch.compile.views import Filled
+from cutesuper.torch.compile.views import Filled, negated, turned
 
 #: what is wrong with a mask, and what to do
 _OTHER = "takes a mask tensor that is not made of positions here"
@@ -235,20 +235,21 @@ def reads(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node needs in a kernel: lengths in the place of a mask."""
     lengths, mask, a, entry = lengths_of(node), mask_read(node), arguments_of(node), entry_of(node)
     if lengths is None:
-        unread = [a.get(name) for name in (entry.unread if entry is not None else ())]
-        return [n for n in node.all_input_nodes if n not in unread]
+        return node.all_input_nodes if entry is None else entry.reads(node, a)
     others = [a[n] for n in ("query", "key", "value", "self", "other") if n in a]
     needed = [n for n in others if n is not mask]
     return [*needed, *lengths.nodes]
 
 
 def makers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that compute the masks of some nodes, without those that compute the positions."""
+    """The nodes that compute the masks of some nodes, without those that compute the positions, and
+    those that negate halves of what is turned."""
     return {n for node in nodes for n in _makers(node)}
 
 
 def unread(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that become unused if these have lengths in place of masks."""
+    """The nodes that become unused if these have lengths in place of masks, and if what is turned
+    is read whole."""
     nodes = set(nodes)
     found = makers(nodes)
     while True:
@@ -263,6 +264,8 @@ def unread(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _makers(node: fx.Node) -> Iterator[fx.Node]:
     lengths = lengths_of(node)
+    if turned(node) is not None:
+        yield negated(node)
     if lengths is None:
         return
     todo = [mask_read(node)]

@@ -16,6 +16,7 @@ from torch import fx
 from cutesuper.torch.compile.graph_builder import FLOATS
 from cutesuper.torch.compile.length_masks import mask_read
 from cutesuper.torch.compile.table import is_free
+from cutesuper.torch.compile.views import turned
 
 
 class _Facts(NamedTuple):
@@ -111,6 +112,7 @@ def _facts(node: fx.Node) -> _Facts:
     called = node.op == "call_function"
     arguments = fx.map_arg((node.args, node.kwargs), noted)
     call = f"{node.op} {node.target} {arguments}" if called else node.op
+    call += " turned" * (called and turned(node) is not None)
     mask = mask_read(node) if called else None
     return _Facts(_value(node.meta.get("val")), call, tuple(inputs), is_free(node), mask)
 

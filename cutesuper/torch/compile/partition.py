@@ -1,8 +1,9 @@
 """Partition of the nodes of a traced program into regions.
 
-Regions grow along the program: a node joins the regions that it reads from, or a product those of
-products of its row operand, if the result still has a kernel graph and no node outside lies
-between. Views that split dimensions (heads of a projection, say) end a region by themselves,
+Regions grow along the program: a node joins the regions that it reads from, a product those of
+products of its row operand, and what moves elements those that do so beside it, if the result still
+has a kernel graph and no node outside lies between. Views that split dimensions (heads of a
+projection, say) end a region by themselves,
 because the result has no kernel graph.
 """
 
@@ -16,11 +17,13 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
+from cutesuper.torch.compile.gathers import PutRows
 from cutesuper.torch.compile.graph_builder import INTEGERS, Unsupported
 from cutesuper.torch.compile.length_masks import lengths_of, unread
 from cutesuper.torch.compile.likeness import Likeness
 from cutesuper.torch.compile.region import Region, convert
 from cutesuper.torch.compile.table import entry_of, is_free, products, rows_of, unknown
+from cutesuper.torch.compile.views import turned
 
 #: most nodes and products of a region: a search over more takes longer than 10 s and finds no more
 MOST_NODES, MOST_PRODUCTS = 48, 8
@@ -107,6 +110,7 @@ class _Growing:
     _epoch: dict[fx.Node, int] = field(default_factory=dict)
     _after: list[tuple[fx.Node, ...]] = field(default_factory=list)  # readers of each region
     _made: dict[Hashable, Region | None] = field(default_factory=dict)
+    _unread: set[fx.Node] = field(default_factory=set)
     _last: int = 0  # place of the last node that is in a region
 
     def __post_init__(self) -> None:
@@ -117,9 +121,9 @@ class _Growing:
         for i, node in enumerate(self.graph.nodes):
             epoch += _writes(node)
             self._place[node], self._epoch[node] = i, epoch
-        masks = unread(self.graph.nodes)
+        self._unread = unread(self.graph.nodes)
         for node in self.graph.nodes:
-            if node.op == "call_function" and _computes(node) and node not in masks:
+            if node.op == "call_function" and _computes(node) and node not in self._unread:
                 self._add(node)
         # refused together with a node that no reader made part of a kernel graph; element-wise
         # operators stay where they are, among others that are PyTorch's
@@ -150,6 +154,8 @@ class _Growing:
         near = sorted({self._region[p] for p in sources if p in self._region})
         near = near or self._beside(loose)
         choices = [near] + ([[n] for n in reversed(near)] if len(near) > 1 else [])
+        if any(map(_moves, loose)):
+            choices += [[n] for n in self._moved_beside(near)]
         if near:
             choices.append([])
         for chosen in choices:
@@ -193,6 +199,14 @@ class _Growing:
             found |= {self._region[n] for n in readers
                       if n in self._region and rows_of(n) is rows}  # fmt: skip
         return sorted(found)
+
+    def _moved_beside(self, numbers: Sequence[int]) -> list[int]:
+        """The regions without products that take results of the same regions: as for queries, keys
+        and values that get positions, or are put into a cache."""
+        users = [u for n in numbers for u in self._after[n]]
+        readers = reachable(users, lambda n: n.users if is_free(n) else ())
+        found = {self._region[n] for n in readers if n in self._region} - {*numbers}
+        return sorted(n for n in found if not self.regions[n].products)
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:
         """A node and those of its operands that are in no region yet, and could be."""
@@ -255,7 +269,7 @@ class _Growing:
         seen: set[tuple[fx.Node | int, bool]] = set(todo)
         while todo:
             node, outside = todo.pop()
-            if self._place.get(node, last + 1) > last:
+            if self._place.get(node, last + 1) > last or node in self._unread:
                 continue
             outside, number = outside or not is_free(node), self._region.get(node)
             if number is not None:
@@ -275,6 +289,11 @@ def _computes(node: fx.Node) -> bool:
     val = node.meta.get("val")
     several = isinstance(val, tuple | list) and any(isinstance(v, torch.Tensor) for v in val)
     return (isinstance(val, torch.Tensor) or several) and not is_free(node)
+
+
+def _moves(node: fx.Node) -> bool:
+    """True for a node that puts rows into a tensor, or turns halves of rows."""
+    return isinstance(entry_of(node), PutRows) or turned(node) is not None
 
 
 def _counts(node: fx.Node) -> bool:

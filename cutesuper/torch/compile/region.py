@@ -39,6 +39,7 @@ from cutesuper.torch.compile.graph_builder import (
 )
 from cutesuper.torch.compile.length_masks import reads
 from cutesuper.torch.compile.table import arguments_of, entry_of, is_free, unknown
+from cutesuper.torch.compile.views import is_negated
 
 
 @dataclass(frozen=True)
@@ -317,7 +318,7 @@ def _narrows(cast: fx.Node, node: fx.Node) -> bool:
 
 def _uses(node: fx.Node, last: fx.Node, inside: _Inside) -> Iterator[tuple[fx.Node, fx.Node]]:
     for user in node.users:
-        if user in inside:
+        if user in inside or (is_negated(user) and all(u in inside for u in user.users)):
             continue
         if is_free(user) and user.op == "call_function":
             yield from _uses(user, user if _narrows(user, last) else last, inside)

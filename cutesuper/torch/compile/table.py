@@ -49,6 +49,11 @@ class Entry:
         del a
         return False
 
+    def reads(self, node: fx.Node, a: Arguments) -> list[fx.Node]:
+        """The nodes whose values a kernel needs in place of this one's operands."""
+        unread = [a.get(name) for name in self.unread]
+        return [n for n in node.all_input_nodes if n not in unread]
+
     def rows(self, a: Arguments) -> Any:
         """The row operand of a product; None for other operators."""
         del a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import getitem
 from typing import Any
 
 import torch
@@ -22,7 +23,15 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     translated,
 )
-from cutesuper.torch.compile.table import Arguments, Entry, enter, integers, number
+from cutesuper.torch.compile.table import (
+    Arguments,
+    Entry,
+    arguments_of,
+    enter,
+    entry_of,
+    integers,
+    number,
+)
 
 
 class _Free(Entry):
@@ -221,7 +230,8 @@ class _Pieces(_Free):
     def ranges(self, node: fx.Node, a: Arguments, extent: int) -> list[tuple[int, int]]:
         raise NotImplementedError
 
-    def _dim(self, node: fx.Node, a: Arguments) -> tuple[int, int]:
+    def dimension(self, node: fx.Node, a: Arguments) -> tuple[int, int]:
+        """The dimension of which parts are taken, and its extent. Raises Unsupported."""
         t = fake(_operand(a))
         d = a.get("dim", 0) % t.dim()
         if not isinstance(t.shape[d], int):
@@ -229,7 +239,7 @@ class _Pieces(_Free):
         return d, t.shape[d]
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        d, extent = self._dim(node, a)
+        d, extent = self.dimension(node, a)
         x = s.of(_operand(a))
         s.whole(x.dims[d])
         parts = []
@@ -248,7 +258,7 @@ class _Pieces(_Free):
         return tuple(parts)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
-        d, extent = self._dim(node, a)
+        d, extent = self.dimension(node, a)
         x = b.value(_operand(a))
         group = b.one(node, x.dims[d])
         values = b.shapes.values[node]
@@ -331,11 +341,68 @@ class Unbind(Select):
         return tuple(parts)
 
 
+def turned(node: fx.Node) -> fx.Node | None:
+    """x of a concatenation ``[-b, a]`` of the halves ``[a, b]`` of its last dimension, as rotary
+    positions have it; None for any other node."""
+    if node.target is not torch.ops.aten.cat.default:
+        return None
+    a = arguments_of(node)
+    negative = a["tensors"][0]
+    if len(a["tensors"]) != 2 or negative.target is not torch.ops.aten.neg.default:
+        return None
+    if set(negative.users) != {node}:  # it is computed in any case
+        return None
+    second, first = _range_of(negative.args[0]), _range_of(a["tensors"][1])
+    if first is None or second is None or first[0] is not second[0]:
+        return None
+    shape = fake(first[0]).shape
+    half, last = shape[-1] // 2, len(shape) - 1
+    halves = (last, 0, half), (last, half, 2 * half)
+    whole = a["dim"] % len(shape) == last and 2 * half == shape[-1]
+    return first[0] if whole and (first[1:], second[1:]) == halves else None
+
+
+def negated(node: fx.Node) -> fx.Node:
+    """The node that negates the second half of what a concatenation turns."""
+    return node.args[0][0]  # type: ignore[index,return-value]
+
+
+def is_negated(node: fx.Node) -> bool:
+    """True for a node that only a concatenation reads which turns halves, and does not need it."""
+    [user, *others] = node.users or [node]
+    return not others and turned(user) is not None and negated(user) is node
+
+
+def _range_of(node: Any) -> tuple[fx.Node, int, int, int] | None:
+    """A tensor, a dimension, and the range of it that a node takes; None for another node."""
+    place, source = 0, node
+    if getattr(node, "target", None) is getitem:
+        source, place = node.args
+    entry = entry_of(source) if isinstance(source, fx.Node) else None
+    if not isinstance(entry, Slice | Split) or isinstance(entry, Select):
+        return None
+    a = arguments_of(source)
+    try:
+        dim, extent = entry.dimension(source, a)
+        return (_operand(a), dim, *entry.ranges(source, a, extent)[place])
+    except Unsupported:
+        return None
+
+
 @enter("aten.cat.default")
 class Cat(Entry):
-    """Tensors that are concatenated; a computation on the result is one on each part."""
+    """Tensors that are concatenated; a computation on the result is one on each part. Halves that
+    change places are one operator on the whole."""
+
+    def reads(self, node: fx.Node, a: Arguments) -> list[fx.Node]:
+        whole = turned(node)
+        return super().reads(node, a) if whole is None else [whole]
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        if (whole := turned(node)) is not None:
+            x = s.of(whole)
+            s.whole(x.dims[-1])
+            return x
         values = [s.of(t) for t in a["tensors"]]
         d = a.get("dim", 0) % len(values[0].dims)
         if any(len(v.dims) != len(values[0].dims) or v.absent for v in values):
@@ -352,6 +419,8 @@ class Cat(Entry):
         return Value(tuple(dims))
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        if (whole := turned(node)) is not None:
+            return self._turned(b, node, whole)
         tensors, value = a["tensors"], b.value(node)
         d = a.get("dim", 0) % len(value.dims)
         slots = b.natural(value)
@@ -364,3 +433,9 @@ class Cat(Entry):
             mine = translated(slots, correspondence(rest, others))
             parts.append(b.tensor(node, t, (*mine[:place], own, *mine[place + 1 :])))
         return Built(b.g.concat(parts, place), slots)
+
+    def _turned(self, b: Builder, node: fx.Node, whole: fx.Node) -> Built:
+        slots = b.natural(b.value(whole))
+        if slots[-1] is None or slots[-1] != b.one(node, b.value(whole).dims[-1]):
+            raise Unsupported(node, "turns halves of a dimension along which elements repeat")
+        return Built(b.g.rotate_half(b.tensor(node, whole, slots)), slots)

@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
+from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.fragments import NEUTRAL, combine, fragment, packed, reduced, stored, widen
 from cutesuper.device.launch import start_successor, wait_for_predecessor
@@ -17,7 +18,7 @@ from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import at_address, element, neighbours, one, put
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.base import Operator, lookup
 from cutesuper.skeletons.base import Indexed, View
 from cutesuper.skeletons.kernel.arguments import Extents, dtype_of, named_row
 from cutesuper.skeletons.rows.plan import RowPlan
@@ -43,6 +44,8 @@ class RowKernel:
         self.rows_first = s.interleaved or self.strips == 1
         #: loads in the order of the program
         self.early = sorted(plan.loads)
+        #: the kernel of each alternative of the grid
+        self.sections = [RowKernel(s) for s in plan.sections] if len(plan.sections) > 1 else [self]
         written = [a.dtype for a in plan.arguments if a.written]
         self.math = DeviceMath(fast="float32" not in written)
 
@@ -50,7 +53,7 @@ class RowKernel:
     def __call__(self, *args):
         """Launch; the arguments are the plan's tensors in order, then the stream."""
         tensors, stream = list(args[:-1]), args[-1]
-        rows = cute.ceil_div(self.row_count(tensors), self.row_blocks_of)
+        rows = sum(s.row_blocks(tensors) for s in self.sections)
         # given, so that the driver is not asked how much shared memory the blocks of an SM take
         resident = self.plan.resident
         more = {"preferred_smem_carveout": CARVEOUT} if resident else {}
@@ -70,6 +73,10 @@ class RowKernel:
             count = count * self.extents.of(label, tensors)
         return count
 
+    def row_blocks(self, tensors: list[cute.Tensor]) -> Any:
+        """Number of blocks along the rows."""
+        return cute.ceil_div(self.row_count(tensors), self.row_blocks_of)
+
     @cute.kernel
     def kernel(self, tensors: list[cute.Tensor]):
         plan = self.plan
@@ -84,6 +91,20 @@ class RowKernel:
         if cutlass.const_expr(plan.shared_bytes > 0):
             alloc = cutlass.memory.SmemAllocator()
             slots = alloc.allocate_array(Float32, plan.shared_bytes // 4, byte_alignment=16)
+        if cutlass.const_expr(len(self.sections) == 1):
+            self.work(tensors, slots, tidx, bx, by)
+        else:
+            first = Int32(0)
+            for section in self.sections:
+                last = first + section.row_blocks(tensors)
+                if bx >= first and bx < last:
+                    section.work(tensors, slots, tidx, bx - first, by)
+                first = last
+
+    @cute.jit
+    def work(self, tensors, slots, tidx, bx, by):
+        """The rows of one block."""
+        plan = self.plan
         lane, group = tidx % self.lanes, tidx // self.lanes
         if cutlass.const_expr(plan.schedule.interleaved):
             lane, group = tidx // self.row_blocks_of, tidx % self.row_blocks_of
@@ -134,6 +155,8 @@ class RowKernel:
                     source = ahead[op.inputs[0]]
                 total = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
                 values[i] = total * plan.program.factor(op)
+            elif op.facets.turns:
+                values[i] = self.turn(args[0], lookup(op.kind), tidx, lane)
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
         return values
@@ -340,6 +363,26 @@ class RowKernel:
                 base = (n * self.plan.schedule.rows + group) * warps
                 v = self.across(op, v, slots, base, lane // 32, 1, warps, tidx % 32 == 0)
         return v
+
+    def turn(self, value: Any, operator: Operator, tidx: Any, lane: Any) -> Any:
+        """The elements of a row in other places: halves are exchanged within a thread if it has
+        several accesses, else with the thread that has the same place in the other half."""
+        shape, half = (self.vector, self.chunks), self.chunks // 2
+        _, signs = operator.places(self.length)
+        first, second = Float32(signs[0]), Float32(signs[-1])
+        given, found = fragment(shape), fragment(shape)
+        given.store(value)
+        apart = self.length // 2 // self.vector
+        upper = lane >= apart
+        other = tidx % 32 + select_(upper, Int32(-apart), Int32(apart))
+        for n in range(self.chunks * self.vector):
+            e, c = n % self.vector, n // self.vector
+            if half:
+                found[e, c] = given[e, (c + half) % self.chunks] * (second if c >= half else first)
+            else:
+                moved = cute.arch.shuffle_sync(given[e, c], other)
+                found[e, c] = moved * Float32(select_(upper, second, first))
+        return found.load()
 
     @cute.jit
     def across(
