@@ -1,4 +1,5 @@
-"""Tensor-core products of Hopper: WGMMA, issued by the warpgroup that has the accumulators.
+"""Tensor-core products of Hopper: WGMMA, issued by the warpgroup that has the accumulators; those
+of fp32 operands are in `device.hopper.tf32`.
 
 The first operand has 64 rows (M) and lies in shared memory or registers, the second one has 8 to
 256 (N). Thread t of warp w has, of accumulators ``[M, N]``, value v at row
@@ -18,6 +19,7 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutesuper.device.barriers import Barriers
+from cutesuper.device.hopper.tf32 import RoundedProduct
 from cutesuper.device.products import Product, Products
 
 
@@ -74,7 +76,10 @@ class WarpgroupProducts(Products):
 
     def product(
         self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
-    ) -> WarpgroupProduct:
+    ) -> Product:
+        if dtype is Float32:
+            assert along[1] and not registers
+            return RoundedProduct(self.block, columns)
         first, second = (OperandMajorMode.K if k else OperandMajorMode.MN for k in along)
         source = (warpgroup.OperandSource.RMEM,) if registers else ()
         mma = sm90.make_trivial_tiled_mma(

@@ -27,9 +27,10 @@ TURN, TURN_BYTES = 4, 4 * 9 * 16
 IN_FLIGHT = 32 * 1024
 
 
-def unaligned(views: Mapping[int, View]) -> dict[int, View]:
-    """The operands, by operation, that bulk loads cannot address."""
-    return {op: view for op, view in views.items() if step(view) < PIECE}
+def unaligned(views: Mapping[int, View], piece: int) -> dict[int, View]:
+    """The operands, by operation, that bulk loads cannot address; ``piece``: elements of 16
+    bytes."""
+    return {op: view for op, view in views.items() if step(view) < piece}
 
 
 def step(view: View) -> int:
