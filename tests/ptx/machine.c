@@ -496,8 +496,7 @@ static tensor_map read_map(uint64_t address)
     m.base = (uint8_t *)(uintptr_t)base;
     m.rank = (word[2] >> 4 & 7) + 1;
     m.element = sizes[word[2] >> 7 & 15];
-    m.rounds = (word[2] >> 7 & 15) == 11;
-    fprintf(stderr, "type %u\n", word[2] >> 7 & 15);
+    m.rounds = word[2] >> 16 & 1;
     m.swizzle = word[2] >> 13 & 3;
     m.stride[0] = m.element;
     for (int i = 0; i < 5; i++) {
@@ -519,7 +518,7 @@ static void round_tf32(uint8_t *at)
 {
     uint32_t bits;
     memcpy(&bits, at, 4);
-    bits = (bits + 0x1000) & 0xffffe000u;
+    bits = (bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000u;
     memcpy(at, &bits, 4);
 }
 
