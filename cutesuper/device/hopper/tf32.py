@@ -21,7 +21,6 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from cutesuper.device.memory import one
-from cutesuper.device.products import Product
 
 #: numbers of a step along the contracted label, and in 16 bytes
 STEP, PIECE = 8, 4
@@ -47,70 +46,24 @@ class Steps:
         return Int64(address >> 4 & 0x3FFF) | Int64(SWIZZLED)
 
 
-@dataclass(frozen=True)
-class RoundedProduct(Product):
-    """One shape of the instruction; accumulators are registers in the order of 16-bit products.
-
-    Attributes:
-        rows, columns: of the first and the second operand (M, N).
-    """
-
-    rows: int
-    columns: int
-
-    def first(self, memory: cute.Tensor) -> Any:
-        return Steps(memory)
-
-    def second(self, memory: cute.Tensor) -> Any:
-        return Steps(memory)
-
-    def gathered(self, memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
-        """A thread's four numbers of the first operand, whichever label is contiguous: rows
-        ``16 w + l / 4 + {0, 8}`` at place ``l % 4`` of the step, then the same at ``l % 4 + 4``."""
-        lane, layout, found = thread % 32, memory.layout, list[Float32]()
-        row = thread // 32 % 4 * 16 + lane // 4
-        first = cute.recast_ptr(memory.iterator, dtype=Float32)  # without its swizzle
-        base = cute.crd2idx((0, 0, slot), layout)
-        for place in (0, 4):
-            for half in (0, 8):
-                depth = STEP * step + lane % 4 + place
-                at = cute.crd2idx((row + half, depth, 0), layout)
-                piece = at // PIECE
-                at = (piece ^ (piece // 8 % 8)) * PIECE + at % PIECE
-                found.append(one(first + (base + at))[0])
-        return found
-
-    def accumulator(self, columns: int) -> cute.Tensor:
-        assert columns == self.columns
-        return cute.make_rmem_tensor(cute.make_layout(((2, 2, columns // 8), 1, 1)), Float32)
-
-    def accumulate(self, on: bool) -> None:
-        assert on, "`replace` is another product"
-
-    def packed(self, words: cute.Tensor) -> Any:
-        raise NotImplementedError("fp32 numbers are gathered, not packed")
-
-    def put(self, operand: Any, words: cute.Tensor) -> None:
-        raise NotImplementedError("fp32 numbers are gathered, not packed")
-
-    def multiply(self, accumulator: cute.Tensor, first: Any, second: Any) -> None:
-        issue(accumulator, first, second, True)
-
-    def replace(self, accumulator: cute.Tensor, first: Any, second: Any) -> None:
-        """Issue one step whose products take the place of the accumulators."""
-        issue(accumulator, first, second, False)
+def gathered(memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
+    """A thread's four numbers of the first operand, whichever label is contiguous: rows
+    ``16 w + l / 4 + {0, 8}`` at place ``l % 4`` of the step, then the same at ``l % 4 + 4``."""
+    lane, layout, found = thread % 32, memory.layout, list[Float32]()
+    row = thread // 32 % 4 * 16 + lane // 4
+    first = cute.recast_ptr(memory.iterator, dtype=Float32)  # without its swizzle
+    base = cute.crd2idx((0, 0, slot), layout)
+    for place in (0, 4):
+        for half in (0, 8):
+            depth = STEP * step + lane % 4 + place
+            at = cute.crd2idx((row + half, depth, 0), layout)
+            piece = at // PIECE
+            at = (piece ^ (piece // 8 % 8)) * PIECE + at % PIECE
+            found.append(one(first + (base + at))[0])
+    return found
 
 
-@dsl_user_op
-def issue(
-    accumulator: cute.Tensor,
-    first: Any,
-    second: Int64,
-    adds: bool,
-    *,
-    loc: Any = None,
-    ip: Any = None,
-) -> None:
+def issue(accumulator: cute.Tensor, first: Any, second: Int64, adds: bool) -> None:
     """Issue one step.
 
     Args:
@@ -129,12 +82,7 @@ def issue(
         f"wgmma.mma_async.sync.aligned.m64n{2 * count}k8.f32.tf32.tf32 "
         f"{{{sums}}}, {left}, ${2 * count + len(words)}, p, 1, 1;\n}}"
     )
-    updated(accumulator, text, [*words, second], [kind] * len(words) + ["l"], loc=loc, ip=ip)
-
-
-def settle(accumulator: cute.Tensor) -> None:
-    """Keep what reads accumulators behind the wait for them, which names no registers."""
-    updated(accumulator, "", [], [])
+    updated(accumulator, text, [*words, second], [kind] * len(words) + ["l"])
 
 
 @dsl_user_op
@@ -147,14 +95,8 @@ def updated(
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """Run a statement that changes fp32 registers in place.
-
-    Args:
-        registers: operands 0 to n - 1 of the statement, and n to 2 n - 1.
-        text: the statement.
-        operands: what it reads besides, from number 2 n on.
-        kinds: the constraint of each of these.
-    """
+    """Run a statement that changes n fp32 registers in place, its operands 0 to n - 1 and n to 2 n
+    - 1, and reads operands of these kinds, from number 2 n on."""
     count = cute.size(registers)
     given = [registers[v] for v in range(count)] + operands
     constraints = ",".join([*["=f"] * count, *map(str, range(count)), *kinds])

@@ -87,8 +87,8 @@ class Known:
         return Known(
             plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), m, n, k,
             column_groups(plan), s.stages, s.warpgroups, 4 * s.warpgroups, plan.helpers,
-            plan.cluster, plan.blocks_n, k // plan.chunk, m // 4, n // plan.cluster, len(plan.finals),
-            s.dependent_launch,
+            plan.cluster, plan.blocks_n, k // plan.chunk, m // 4, n // plan.cluster,
+            len(plan.finals), s.dependent_launch,
         )  # fmt: skip
 
     @property

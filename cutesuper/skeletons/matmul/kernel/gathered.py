@@ -13,8 +13,7 @@ from typing import Any
 
 import cutlass.cute as cute
 
-from cutesuper.device.hopper.tf32 import RoundedProduct, settle
-from cutesuper.device.products import Products
+from cutesuper.device.products import GatheredProduct, Products
 from cutesuper.device.tf32 import split
 from cutesuper.skeletons.matmul.kernel.context import Here, Known
 
@@ -42,7 +41,7 @@ class GatheredProducts:
     def multiply(
         self,
         cores: Products,
-        product: RoundedProduct,
+        product: GatheredProduct,
         accumulators: list[list[Any]],
         totals: list[list[cute.Tensor]],
         here: Here,
@@ -50,25 +49,27 @@ class GatheredProducts:
     ) -> None:
         """Multiply a stage, and wait for its products."""
         k, memory = self.k, here.memory
-        rows = product.second(memory.rows[0])
-        low_rows = product.second(memory.low_rows) if k.plan.split else None
+        rings = [memory.rows[0], memory.low_rows] if k.plan.split else [memory.rows[0]]
+        operands = [product.second(ring) for ring in rings]
         blocks = [(w, i) for w in range(len(k.plan.products)) for i in range(self.per_group)]
         for chunk in range(k.chunks):
             steps = range(STEPS * chunk, STEPS * chunk + STEPS)
-            words = {(w, i, s): self.words(product, here, stage, w, i, s)
-                     for w, i in blocks for s in steps}  # fmt: skip
+            words = {
+                (w, i, s): self.words(product, here, stage, w, i, s)
+                for w, i in blocks
+                for s in steps
+            }
             cores.begin()
             for w, i in blocks:
                 sums = accumulators[k.plan.finals[k.plan.products[w][1]]][i]
-                self.issue(product, sums, [words[w, i, s] for s in steps],
-                           [(k.row_step(rows, stage, s),
-                             low_rows and k.row_step(low_rows, stage, s)) for s in steps])  # fmt: skip
+                rows = [[k.row_step(x, stage, s) for x in operands] for s in steps]
+                self.issue(product, sums, [words[w, i, s] for s in steps], rows)
             cores.end()
             cores.wait(0)
-            self.add(accumulators, totals)
+            self.add(product, accumulators, totals)
 
     def words(
-        self, product: RoundedProduct, here: Here, stage: Any, w: int, i: int, step: int
+        self, product: GatheredProduct, here: Here, stage: Any, w: int, i: int, step: int
     ) -> list[list[Any]]:
         """A thread's numbers of a column operand, which bulk loads have rounded, or their high and
         their low parts."""
@@ -81,11 +82,11 @@ class GatheredProducts:
         return [list(part) for part in zip(*map(split, found), strict=True)]
 
     def issue(
-        self, product: RoundedProduct, sums: Any, columns: list[Any], rows: list[tuple[Any, Any]]
+        self, product: GatheredProduct, sums: Any, columns: list[Any], rows: list[list[Any]]
     ) -> None:
         """Issue the products of a chunk."""
         if not self.k.plan.split:
-            for (words,), (row, _) in zip(columns, rows, strict=True):
+            for (words,), (row,) in zip(columns, rows, strict=True):
                 product.multiply(sums, words, row)
             return
         for n, ((high, low), (row, low_row)) in enumerate(zip(columns, rows, strict=True)):
@@ -94,10 +95,15 @@ class GatheredProducts:
         for (high, _), (row, _) in zip(columns, rows, strict=True):
             product.multiply(sums, high, row)
 
-    def add(self, accumulators: list[list[Any]], totals: list[list[cute.Tensor]]) -> None:
+    def add(
+        self,
+        product: GatheredProduct,
+        accumulators: list[list[Any]],
+        totals: list[list[cute.Tensor]],
+    ) -> None:
         """Add a chunk's sums to those of the tile, if they are apart."""
         for row, into in zip(accumulators, totals, strict=True):
             for sums, total in zip(row, into, strict=True):
-                settle(sums)
+                product.settle(sums)
                 if total is not sums:
                     total.store(total.load() + sums.load())

@@ -218,10 +218,10 @@ class MatmulKernel:
         warp_sums, block_sums = self.reductions.allocate(alloc)
         count = len(plan.reductions)
         return Memory(
-            hidden, columns, rows, vectors, vector_rows, low_rows, partials, statistics, row_values, pieces,
-            pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums, block_sums,
-            Barriers.allocate(alloc, count) if count else None, self.copies.allocate(alloc),
-            k.cores.allocate(alloc, k.warpgroups),
+            hidden, columns, rows, vectors, vector_rows, low_rows, partials, statistics, row_values,
+            pieces, pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums,
+            block_sums, Barriers.allocate(alloc, count) if count else None,
+            self.copies.allocate(alloc), k.cores.allocate(alloc, k.warpgroups),
         )  # fmt: skip
 
     @cute.jit
