@@ -24,8 +24,8 @@ from cutesuper.device.barriers import Barriers
 
 
 class Product(ABC):
-    """A product of two operands with fp32 accumulators, as one shape of the instruction, which takes
-    32 bytes along the contracted label in a step."""
+    """A product of two operands with fp32 accumulators, as one shape of the instruction, of which a
+    step takes 32 bytes along the contracted label."""
 
     @abstractmethod
     def first(self, memory: cute.Tensor) -> cute.Tensor:
