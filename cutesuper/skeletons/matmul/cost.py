@@ -133,7 +133,7 @@ def _tensor_us(plan: MatmulPlan, target: Target) -> float:
     area = max(areas)
     efficiency = r.tensor_efficiency * area / (area + r.half_area)
     flops = 2.0 * (sum(areas) + r.vector_rows * n * len(plan.vector_columns)) * k
-    flops *= (plan.element_bytes // 2) * (3 if plan.split else 1)  # TF32 has half the rate
+    flops *= plan.halves * (3 if plan.split else 1)  # TF32 has half the rate
     return flops * target.sms / (target.tensor_flops * efficiency) * 1e6
 
 

@@ -222,7 +222,7 @@ def matmul_form(
     staged = [op for op in program.of_kind(LOAD) if _staged(op, form)]
     check_one_type(region, staged)
     element = region.input_dtypes[staged[0].attributes["tensor"]]
-    _check_element(program, region, form, element, target)
+    _check_element(region, form, element, target)
     few = _has_few_tiles(program, form, target)
     return replace(form, few_tiles=few, element_bytes=element.itemsize)
 
@@ -410,9 +410,7 @@ def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
         )
 
 
-def _check_element(
-    program: LabelledProgram, region: Region, form: MatmulForm, element: DType, target: Target
-) -> None:
+def _check_element(region: Region, form: MatmulForm, element: DType, target: Target) -> None:
     """Check that the tensor cores take operands of this type, in this form. Raises SearchError."""
     if element.itemsize == 2:
         return
@@ -428,13 +426,6 @@ def _check_element(
                 f"a product over {shown(form.hidden)} after the loop" if form.hidden else
                 "vectors beside the rows")  # fmt: skip
         raise SearchError(f"matmul in float32 with {what}: another kernel")
-    staged = (op for op in program.of_kind(LOAD) if _staged(op, form))
-    last = {op.attributes["map"][-1] for op in staged} - {None}
-    if odd := [d for d in sorted(last) if dim_extent(program.dims[d]) % (PIECE // 2)]:
-        raise SearchError(
-            f"matmul in float32: {program.dims[odd[0]]} elements of {odd[0]} are no multiple of 16 "
-            f"bytes, which bulk loads need; pad them to a multiple of {PIECE // 2}"
-        )
 
 
 def _staged(op: LabelledOp, form: MatmulForm) -> bool:

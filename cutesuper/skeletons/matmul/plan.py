@@ -305,14 +305,19 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return as_dtype(self.dtype).itemsize
 
     @property
+    def halves(self) -> int:
+        """The same in 16 bits."""
+        return self.element_bytes // 2
+
+    @property
     def chunk(self) -> int:
         """Elements of an operand in a shared-memory row of 128 bytes."""
-        return CHUNK * 2 // self.element_bytes
+        return CHUNK // self.halves
 
     @property
     def step(self) -> int:
         """Elements of an instruction's step along the contracted label."""
-        return STEP * 2 // self.element_bytes
+        return STEP // self.halves
 
     @property
     def split(self) -> bool:
@@ -565,7 +570,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
             free |= dict.fromkeys((x for x, _ in t.products), (t.hidden, t.width(self.narrow)))
         own = (self.contracted, k)
         return {
-            op: CopiedTile.of(self.copied[op], f, own)
+            op: CopiedTile.of(self.copied[op], self.halves, f, own)
             for op, f in free.items()
             if op in self.copied
         }
@@ -575,7 +580,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """The same of the products after the loop."""
         tails = [t for t in self.tails if t.load in self.copied]
         column = self.column, self.tile[1]
-        return {t.load: CopiedTile.of(t.view, column, (t.hidden, t.padded)) for t in tails}
+        return {
+            t.load: CopiedTile.of(t.view, self.halves, column, (t.hidden, t.padded)) for t in tails
+        }
 
     @property
     def bulk_bytes(self) -> int:

@@ -610,9 +610,6 @@ def _wide_mistake(plan: MatmulPlan) -> str:
         return f"need rows that are contiguous along {plan.contracted}; copy them first"
     if plan.tails or plan.vector_rows:
         return "have no further products after the loop or of vectors; use another kernel for these"
-    if plan.copied:
-        names = plan.names(plan.copied.values())
-        return f"need rows of multiples of 16 bytes, unlike {names}; pad them to multiples of 4"
     return ""
 
 

@@ -21,7 +21,7 @@ from cutesuper.skeletons.matmul.kernel.context import Known
 from cutesuper.skeletons.matmul.kernel.row_tile import LANES, RowTile
 
 
-def sample_places(length: int, width: int = PIECE) -> list[int]:
+def sample_places(length: int) -> list[int]:
     """Starts of the sampled pieces of a row.
 
     >>> sample_places(4096)[:3], sample_places(72)
