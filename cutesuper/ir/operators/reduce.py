@@ -8,7 +8,7 @@ from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.ir.dims import Shape, broadcast, size
 from cutesuper.ir.operators.base import Attributes, Operator, normal_dim, operator, show_call
 from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
-from cutesuper.ir.precision import EXACT, PRECISIONS
+from cutesuper.ir.precision import EXACT, PRECISIONS, rounded
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -146,7 +146,8 @@ class Matmul(Operator):
         return (*lead, a[-2], b[-1])
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0] @ args[1]
+        a, b = (rounded(x, attributes) for x in args)
+        return a @ b
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor

@@ -114,6 +114,13 @@ def _operand_lines(plan: MatmulPlan) -> list[str]:
             f"shifted: {plan.shift.source.text(names)}, less the mean of a sample of its row"
             + ("" if plan.shift.products else " (in statistics)")
         )
+    if plan.split:
+        lines.append(
+            "float32 operands as two TF32 numbers each, x = high + low: high high + high low + low "
+            f"high, {plan.chunk} of {plan.contracted} at a time, added up in float32"
+        )
+    elif plan.element_bytes == 4:
+        lines.append("float32 operands, rounded to TF32")
     if plan.prologue is not None:
         lines.append(f"row operand, rewritten in the stage: {_text(plan, plan.prologue)}")
     for i, (vector, weight) in enumerate(_vector_names(plan)):

@@ -796,6 +796,12 @@ def _bad_parts(plan: MatmulPlan) -> str:
 def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
     """The limit that a plan exceeds with its schedule; None if there is none."""
     s = plan.schedule
+    if plan.element_bytes == 4 and not target.rounds_fp32:
+        return Limit(
+            "element types that the tensor cores do not take",
+            f"products of float32 operands are not lowered for {target.name}; convert them to "
+            "float16 or bfloat16",
+        )
     if plan.registers is not None and s.warpgroups != 2:
         return Limit(
             "accumulators exceed the registers",
