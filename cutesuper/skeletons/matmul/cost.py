@@ -112,11 +112,10 @@ def _resident(plan: MatmulPlan, target: Target) -> int:
 
 def _staged_us(plan: MatmulPlan, target: Target) -> float:
     """Time of the helper warps in an iteration: they rewrite the rows, or only read them."""
-    rewrites = plan.prologue is not None or plan.split
-    if not rewrites and not plan.statistics:
+    if not plan.rewrites_rows and not plan.statistics:
         return 0.0
     r, (m, _, k) = target.rates, plan.tile
-    rate = r.prologue_per_us if rewrites else r.statistic_per_us
+    rate = r.prologue_per_us if plan.rewrites_rows else r.statistic_per_us
     count = sum(
         r.instructions.get(op.kind, 1) for op in plan.program.ops
         if op.kind != LOAD and not op.facets.contracts

@@ -219,7 +219,7 @@ def _reduction_lines(plan: MatmulPlan) -> list[str]:
 def _barriers(plan: MatmulPlan) -> str:
     names = ["full", "empty"] + ["ready"] * plan.rewrites
     names += ["received"] * (plan.cluster > 1)
-    shared = plan.schedule.share_rows > 1 and plan.prologue is None
+    shared = plan.schedule.share_rows > 1 and not plan.rewrites_rows
     names += ["reduced"] * (bool(plan.statistics) and (plan.cluster > 1 or shared))
     names += ["after_full"] * bool(plan.tails)
     exchanged = bool(plan.reductions) and plan.column_cluster > 1

@@ -503,7 +503,12 @@ class MatmulPlan(Plan[MatmulSchedule]):
     @property
     def rewrites(self) -> bool:
         """True if helper warps write the operand that the tensor cores read."""
-        return self.prologue is not None or bool(self.vector_rows) or self.split
+        return self.rewrites_rows or bool(self.vector_rows)
+
+    @property
+    def rewrites_rows(self) -> bool:
+        """True if that operand is the rows."""
+        return self.prologue is not None or self.split
 
     def staged(self, operation: int) -> View:
         """A row-side load's view of its tensor."""

@@ -34,7 +34,7 @@ class RowTile:
         self.height = max(1, plan.helpers * 32 // LANES)
         # blocks that share a row tile each reduce a part of its rows, unless each has to compute
         # the operand in its own shared memory anyway
-        self.split = sharing.active and plan.prologue is None
+        self.split = sharing.active and not plan.rewrites_rows
         self.rows = sharing.rows if self.split else known.m
         self.passes = -(-self.rows // self.height)
         #: number of blocks that receive one row's statistics, and of parts that a block receives

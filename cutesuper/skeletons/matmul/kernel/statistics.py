@@ -31,8 +31,6 @@ class RowSide:
         self.vectors = vectors
         self.rows, self.passes = tile.rows, tile.passes
         self.shift = RowShift(known, tile)
-        #: true if the rows' own tile is rewritten
-        self.rewrites = known.plan.prologue is not None or known.plan.split
         # shifts take registers too: 120 bytes of stack with 8 rows of 256x128 tiles
         self.batch = BATCH if known.plan.shift is None else 1
 
@@ -59,7 +57,7 @@ class RowSide:
         Return the next slot of the ring."""
         k, plan, memory, ring = self.k, self.k.plan, here.memory, here.memory.ring
         thread = here.thread
-        if cutlass.const_expr(plan.prologue is not None):
+        if cutlass.const_expr(plan.rewrites_rows):
             fresh = True
         if cutlass.const_expr(self.tile.split and len(plan.statistics) > 0):
             if thread < 32 and fresh:
@@ -122,7 +120,7 @@ class RowSide:
                     shifted = self.shift.applied(values, shifts[p], depth + at)
                     for s, statistic in enumerate(k.plan.statistics):
                         self.add(totals, s * self.passes + p, statistic, shifted, depth + at)
-                    if cutlass.const_expr(self.rewrites):
+                    if cutlass.const_expr(k.plan.rewrites_rows):
                         if cutlass.const_expr(self.shift.of_products):
                             values = shifted
                         self.rewrite(memory, values, x, depth + at, inside)
