@@ -101,8 +101,8 @@ class NamedOperators:
         """``a`` converted to another element type (fp16, bf16 or fp32), in which it is stored if it
         is stored.
 
-        Products take operands of one type, and their kernels 16-bit ones: this is how a float32
-        tensor becomes such an operand. Everything is computed in fp32, so values that stay inside a
+        Products take operands of one type: this is how a float32 tensor becomes one of 16 bits.
+        Everything is computed in fp32, so values that stay inside a
         kernel are not rounded.
         """
         return self.apply("convert", a, dtype=dtype)
