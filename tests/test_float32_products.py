@@ -91,6 +91,17 @@ def test_what_is_refused() -> None:
         search(product("highest"), B200, options=SearchOptions(lowered=True))
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_a_norm_in_front_and_a_residual_behind_are_one_kernel(precision: str) -> None:
+    g = cs.new_kernel_graph()
+    x, w = g.new_input((48, 128), "float32"), g.new_input((128, 96), "float32")
+    gain, residual = g.new_input((128,), "float32"), g.new_input((48, 96), "float32")
+    g.mark_output(g.matmul(g.rms_norm(x, gain), w, precision) + residual)
+    assert (
+        len(search(g, H200, options=SearchOptions(lowered=True)).candidates[0].mugraph.steps) == 1
+    )
+
+
 def test_rows_that_lie_side_by_side_are_copied_first() -> None:
     graph = product("high", turned=True)
     mu = search(graph, H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
