@@ -70,6 +70,7 @@ class Linear:
         transposed: W is stored (N, K).
         turned: X is stored (K, M).
         parts: blocks of the grid that share K.
+        precision: of products of float32 operands.
     """
 
     m: Dim = 16
@@ -88,6 +89,7 @@ class Linear:
     dtype: str = "float16"
     turned: bool = False
     parts: int = 1
+    precision: str = "highest"
 
     def block(self, names: Mapping[str, str] | None = None) -> Block:
         """The program; ``names`` renames tensors."""
@@ -97,7 +99,8 @@ class Linear:
         row = b.op("mul", x, b.load(name["G"], "K")) if self.gain else x
         w = b.load(name["W"], *(("N", "K") if self.transposed else ("K", "N")))
         args = (w, row) if self.swapped else (row, w)
-        result = self._closed(b, b.op("matmul", *args, over="K"))
+        how = {} if self.precision == "highest" else {"precision": self.precision}
+        result = self._closed(b, b.op("matmul", *args, over="K", **how))
         if self.norm:
             mean = self._closed(b, b.op("mean", b.op("square", x), over="K"))
             result = b.op("div", result, b.op("sqrt", b.op("add", mean, b.const(1e-6))))

@@ -31,7 +31,8 @@ def definition(linear: Linear) -> KernelGraph:
     given = {n: g.new_input(shapes[n], linear.dtype, n) for n in names}
     x = g.transpose(given["X"]) if linear.turned else given["X"]
     rows = x * given["G"] if linear.gain else x
-    y = g.matmul(rows, given["W"])
+    w = g.transpose(given["W"]) if linear.transposed else given["W"]
+    y = g.matmul(rows, w, linear.precision)
     if linear.norm:
         y = y / g.sqrt(g.mean(g.square(x), -1) + 1e-6)
     for name in "BR":
@@ -108,6 +109,18 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
     "pairs of boxes that walk": (
         Linear(320, 300, 384, 128, 128, 64, norm=False, residual=True, turned=True),
         {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},
+    ),
+    "float32, pairs that walk": (
+        Linear(130, 160, 384, 48, 128, 32, gain=True, residual=True, dtype="float32"),
+        {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},
+    ),
+    "float32 as TF32, pairs that walk": (
+        Linear(130, 160, 384, 48, 128, 32, bias=True, transposed=True, dtype="float32",
+               precision="high"),
+        {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},
+    ),
+    "float32, parts of the grid": (
+        Linear(75, 500, 136, 40, 64, 32, norm=False, bias=True, parts=5, dtype="float32"), {}
     ),
     "walks with several tiles in the ring": (
         Linear(300, 64, 264, 72, 128, 64, norm=False, residual=True),

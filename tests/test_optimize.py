@@ -336,7 +336,7 @@ def linear_of(k: int, n: int, dtype: Any) -> Any:
 )
 def test_graphs_that_are_refused(make: Any, error: type[CutesuperError], message: str) -> None:
     with pytest.raises(error) as caught:
-        cs.superoptimize(make(), target="h200")
+        cs.superoptimize(make(), target="b200")
     assert message in str(caught.value)
 
 

@@ -326,7 +326,7 @@ def test_products_that_do_not_share_a_loop(change: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("linear", "error", "message"),
     [
-        (Linear(dtype="float32"), LoweringError, "matrix products of float32 have no tensor-core"),
+        (Linear(dtype="int32"), LoweringError, "matrix products of int32 have no tensor-core"),
         (Linear(tile_k=32), ScheduleError, "tile M=16 N=64 K=32; rows must be a multiple"),
         (Linear(m=512, tile_m=256, tile_n=256), ScheduleError, "65536 accumulators (256x256 for"),
         (Linear(n=192, tile_n=192, cluster=5), ScheduleError, "192 columns cannot be shared out"),

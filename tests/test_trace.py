@@ -360,7 +360,7 @@ def test_what_no_kernel_runs_is_named_with_the_line_and_what_helps() -> None:
     where = rf"aten.matmul.default, at .*test_trace\.py:{inspect.getsourcelines(_float32)[1] + 2}"
     text = rf"superoptimize\(_float32\): {where}: no kernel .*{_TYPE}\. Leave it outside"
     with pytest.raises(SearchError, match=text):
-        cs.superoptimize(_float32, inputs, target="h200")
+        cs.superoptimize(_float32, inputs, target="b200")
 
     def better(x: Tensor, w: Tensor) -> Tensor:
         return torch.relu(2 * x @ w)

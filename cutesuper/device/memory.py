@@ -88,14 +88,17 @@ def tile_atom(
     smem_layout: cute.ComposedLayout,
     tile: tuple[int, ...],
     multicast: bool = False,
+    rounds: bool = False,
 ):
-    """A TMA load atom for tiles of a tensor, and the coordinate tensor to slice."""
+    """A TMA load atom for tiles of a tensor, and the coordinate tensor to slice; if it ``rounds``,
+    fp32 numbers arrive as TF32."""
     op = (
         cpasync.CopyBulkTensorTileG2SMulticastOp()
         if multicast
         else (cpasync.CopyBulkTensorTileG2SOp())
     )
-    return cpasync.make_tiled_tma_atom(op, tensor, smem_layout, tile)
+    kind = {"internal_type": cutlass.TFloat32} if rounds else {}
+    return cpasync.make_tiled_tma_atom(op, tensor, smem_layout, tile, **kind)
 
 
 def store_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple[int, ...]):

@@ -17,22 +17,24 @@ from typing import Any, ClassVar
 
 import cutlass.cute as cute
 import cutlass.memory
+from cutlass import Float32
 from cutlass.cutlass_dsl import CuTeDSL
 
 from cutesuper.device.barriers import Barriers
 
 
 class Product(ABC):
-    """A product of two 16-bit operands with fp32 accumulators, as one shape of the instruction."""
+    """A product of two operands with fp32 accumulators, as one shape of the instruction, of which a
+    step takes 32 bytes along the contracted label."""
 
     @abstractmethod
     def first(self, memory: cute.Tensor) -> cute.Tensor:
-        """The first operand in shared memory as the instruction takes it: ``[M, 1, depth / 16,
+        """The first operand in shared memory as the instruction takes it: ``[M, 1, step,
         ...]``."""
 
     @abstractmethod
     def second(self, memory: cute.Tensor) -> cute.Tensor:
-        """The second operand in shared memory: ``[N, 1, depth / 16, ...]``."""
+        """The second operand in shared memory: ``[N, 1, step, ...]``."""
 
     @abstractmethod
     def accumulator(self, columns: int) -> Any:
@@ -54,7 +56,25 @@ class Product(ABC):
 
     @abstractmethod
     def multiply(self, accumulator: Any, first: cute.Tensor, second: cute.Tensor) -> None:
-        """Issue one step of 16 along the contracted label; inside of `Products.issue`."""
+        """Issue one step along the contracted label; inside of `Products.issue`."""
+
+
+class GatheredProduct(Product):
+    """A product of two fp32 operands as TF32, whose first operand threads may bring to
+    registers."""
+
+    @abstractmethod
+    def gathered(self, memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
+        """A thread's numbers of a step of the first operand in shared memory, for `multiply`;
+        whichever of its labels is contiguous."""
+
+    @abstractmethod
+    def replace(self, accumulator: Any, first: Any, second: Any) -> None:
+        """Issue one step whose products take the place of the accumulators."""
+
+    @abstractmethod
+    def settle(self, accumulator: Any) -> None:
+        """Keep what reads accumulators behind the wait for them."""
 
 
 class Products(ABC):

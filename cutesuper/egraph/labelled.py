@@ -26,6 +26,7 @@ from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Shape
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.operators.base import Attributes, Items, Operator, facets, lookup
+from cutesuper.ir.precision import precision_of
 from cutesuper.ir.relations import Classes
 
 
@@ -77,6 +78,12 @@ class Region:
     pages: tuple[tuple[int, int], ...] = ()
     taken: tuple[TakenRows, ...] = ()
     put: tuple[PutRows, ...] = ()
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Precisions of its products; see `ir.precision`."""
+        found = (precision_of(dict(op.attributes)) for op in self.ops if op.facets.contracts)
+        return tuple(dict.fromkeys(found))
 
     @property
     def output_shapes(self) -> tuple[Shape, ...]:
@@ -480,6 +487,7 @@ class _Unification:
         if op.facets.contracts:
             over = self.names.get(self.find(self.slots((i, 0))[-1]))
             kind = kind if over else "mul"  # an inner dimension of extent 1
+            attributes = {}  # the precision is that of the region
         elif lookup(kind).reduces:
             slot = self.slots((i, 0))[attributes["dim"]]
             if self.extent(slot) == 1:  # the operand itself; a single row may have a label

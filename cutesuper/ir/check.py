@@ -29,6 +29,7 @@ from cutesuper.ir.dims import Shape, Symbol, extent, show_shape
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE, Operator, lookup
 from cutesuper.ir.operators.monoid import monoid
+from cutesuper.ir.precision import PRECISIONS, precision_of
 
 ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
 #: the kinds of axes that a symbolic label may leave open, from the outermost to the innermost
@@ -204,6 +205,8 @@ def _check_attributes(op: BlockOp, where: str) -> None:
         needed[op.kind] = _MASKED if operator.masks else ("along" if operator.turns else "over",)
         if operator.integers:
             needed[op.kind] = (*_MASKED, *operator.attributes)
+    if precision_of(op.attributes) not in PRECISIONS:
+        raise GraphError(f"{where}: its precision must be {' or '.join(PRECISIONS)}")
     missing = set(needed[op.kind]) - set(op.attributes)
     if missing:
         raise GraphError(f"{where}: it needs the attribute {', '.join(sorted(missing))}")

@@ -178,7 +178,7 @@ def _transpose(g: Derivation, args: list[Tensor], attributes: dict[str, Any]) ->
     swapped = dims == (*range(rank - 2), rank - 1, rank - 2)
     if swapped and x.node.facets.contracts and x.index not in g.given:
         a, b = (g.tensor(i) for i in x.node.inputs)
-        return g.matmul(g.transpose(b), g.transpose(a))
+        return g.matmul(g.transpose(b), g.transpose(a), **x.node.attributes)
     return None
 
 

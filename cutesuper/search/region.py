@@ -26,6 +26,7 @@ from cutesuper.ir.block import ENDING, LOAD, STORE, AxisKind, BlockOp, BlockProg
 from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
 from cutesuper.ir.operators.base import CONSTANT
+from cutesuper.ir.precision import EXACT
 from cutesuper.search.forms import BlockForm, Recognized, find_form
 from cutesuper.search.general_cost import Model
 from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
@@ -193,6 +194,20 @@ def tensors_of(region: Region) -> dict[str, TensorSpec]:
     return specs
 
 
+def _precise(program: BlockProgram, region: Region) -> BlockProgram:
+    """The program with the precision of the region's products."""
+    precision = next(iter(region.precisions), EXACT)
+    if precision == EXACT:
+        return program
+    ops = (
+        replace(op, attributes=op.attributes | {"precision": precision})
+        if op.facets.contracts
+        else op
+        for op in program.ops
+    )
+    return replace(program, ops=tuple(ops))
+
+
 def in_a_chain(region: Region, target: Target) -> bool:
     """True if a region is run as chained products. Such regions are searched only if both ends are
     waists: with norms of Q, K and V there are 20 more of them, 0.3 to 1 s each."""
@@ -309,7 +324,7 @@ class _RegionSearch:
                     yield from self._sized(by, program)
 
     def _sized(self, by: Recognized, program: BlockProgram) -> Iterator[Way]:
-        form = by.form
+        form, program = by.form, _precise(program, self.region)
         reason = (
             _vanished(form, program) or form.refuses(program) or self._rounding.refuses(program)
         )

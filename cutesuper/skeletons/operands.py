@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cutesuper.errors import LoweringError
 from cutesuper.ir.dims import Symbol
 from cutesuper.skeletons.base import Argument
@@ -20,9 +22,9 @@ def check_symbols(arguments: tuple[Argument, ...], where: str) -> None:
             )
 
 
-def check_element_type(where: str, dtype: str) -> None:
-    """Refuse element types that the tensor cores do not multiply. Raises LoweringError."""
-    if dtype not in MULTIPLIED:
+def check_element_type(where: str, dtype: str, known: Sequence[str] = MULTIPLIED) -> None:
+    """Refuse element types that a loop does not multiply. Raises LoweringError."""
+    if dtype not in known:
         raise LoweringError(
             f"{where}: matrix products of {dtype} have no tensor-core path that keeps their "
             "precision; use float16 or bfloat16 operands"

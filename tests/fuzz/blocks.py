@@ -1,7 +1,7 @@
 """Block programs run as their kernels would be: in float32, with every tensor in its element type.
 
 `cutesuper.verify.numeric.execute` computes everything in one element type. Here what is stored
-between kernels is rounded, and so are operands of products, which tensor cores take in 16 bits.
+between kernels is rounded, and so are operands of products that tensor cores take in 16 bits.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ from cutesuper.ir.serial import dumps, loads
 from cutesuper.ir.unseen import guarded_mugraph
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers
+from cutesuper.verify.narrowing import product_type
 from cutesuper.verify.numeric import TorchDomain, TorchValue
 from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
 from tests.fuzz.programs import ROWS
 
 
 class KernelDomain(TorchDomain):
-    """PyTorch in float32, whose products take operands of a 16-bit type."""
+    """PyTorch in float32, whose products take operands of a type, maybe of 16 bits."""
 
-    def __init__(self, short: torch.dtype | None) -> None:
+    def __init__(self, operand: torch.dtype) -> None:
         super().__init__(torch.float32)
-        self.short = short
+        self.operand = operand
 
     def matmul(self, x: TorchValue, y: TorchValue, over: Iterable[str]) -> TorchValue:
         """Contraction by name."""
         return super().matmul(self._operand(x), self._operand(y), over)
 
     def _operand(self, x: TorchValue) -> TorchValue:
-        if self.short is None:
-            return x
-        return replace(x, data=x.data.to(self.short).float())
+        return replace(x, data=x.data.to(self.operand).float())
 
 
 def execute_rounded(mu: MuGraph, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a muGraph, in their element types, with the guards that its kernels have."""
     mu = guarded_mugraph(mu)
-    domain = KernelDomain(_short(mu))
     tensors: dict[str, Any] = {name: _given(x) for name, x in zip(mu.inputs, inputs, strict=True)}
-    for program in real_sizes(mu).programs:
+    for step, program in zip(mu.steps, real_sizes(mu).programs, strict=True):
+        domain = KernelDomain(product_type(step, mu).torch)
         made = BlockRun(domain, program, tensors, set(), CHUNK_ELEMENTS).run()
         tensors |= {name: _stored(x, mu.tensors[name].dtype.torch) for name, x in made.items()}
     found = [tensors[n].data.to(mu.tensors[n].dtype.torch) for n in mu.outputs]
@@ -62,12 +61,6 @@ def at_rows(thing: Any, rows: int) -> Any:
     for hint in hints:
         text = text.replace(f'"hint": {hint},', f'"hint": {rows},')
     return loads(text)
-
-
-def _short(mu: MuGraph) -> torch.dtype | None:
-    """The type of operands of products: the only one of 16 bits; None where there are two."""
-    types = {t.dtype.torch for t in mu.tensors.values() if t.dtype.itemsize == 2}
-    return types.pop() if len(types) == 1 else None
 
 
 def _given(x: Tensor) -> TorchValue | Integers:

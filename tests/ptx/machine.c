@@ -479,7 +479,7 @@ typedef struct {
     uint8_t *base;
     uint64_t extent[5], stride[5]; /* strides in bytes */
     uint32_t box[5], element, swizzle;
-    int32_t rank;
+    int32_t rank, rounds; /* fp32 arrives as TF32 */
 } tensor_map;
 
 static tensor_map read_map(uint64_t address)
@@ -496,6 +496,7 @@ static tensor_map read_map(uint64_t address)
     m.base = (uint8_t *)(uintptr_t)base;
     m.rank = (word[2] >> 4 & 7) + 1;
     m.element = sizes[word[2] >> 7 & 15];
+    m.rounds = word[2] >> 16 & 1;
     m.swizzle = word[2] >> 13 & 3;
     m.stride[0] = m.element;
     for (int i = 0; i < 5; i++) {
@@ -511,6 +512,14 @@ static tensor_map read_map(uint64_t address)
 static uint32_t swizzled(uint32_t address, uint32_t kind)
 {
     return address ^ ((address >> 7 & ((1u << kind) - 1)) << 4);
+}
+
+static void round_tf32(uint8_t *at)
+{
+    uint32_t bits;
+    memcpy(&bits, at, 4);
+    bits = (bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000u;
+    memcpy(at, &bits, 4);
 }
 
 /* Copies a box between global memory and shared memory from `at` on; outside is read as zero and
@@ -538,6 +547,8 @@ static void run_tensor_copy(copy *c, int out)
                 uint64_t there = (uint64_t)(uintptr_t)(m.base + offset) + (uint64_t)x * m.element;
                 uint8_t *p = global_at(there, m.element, out);
                 memcpy(out ? p : here, out ? here : p, m.element);
+                if (m.rounds && !out)
+                    round_tf32(here);
             } else if (!out)
                 memset(here, 0, m.element);
         }
@@ -662,6 +673,19 @@ static void read_operand(block *b, uint64_t d, int kind, int across, int first, 
         }
 }
 
+/* A step of 8 products of TF32 numbers, which are exact: their sum with the accumulator, rounded
+ * toward zero. */
+static float cut_off(const float *a, const float *b, int columns, float sign, float before)
+{
+    double sum = before;
+    for (int k = 0; k < 8; k++)
+        sum += (double)(a[k * 16] * sign) * b[k * columns];
+    float found = (float)sum;
+    if (fabs((double)found) > fabs(sum) && isfinite(found))
+        found = nextafterf(found, 0);
+    return found;
+}
+
 /* extra: 0 columns, 1 kind of the elements, 2 sources (1: A in registers), 3 transposes, 4 signs */
 static void run_product(product *q)
 {
@@ -689,7 +713,7 @@ static void run_product(product *q)
     float sign = i->extra[4] ? -1 : 1;
     for (int row = 0; row < 16; row++) {
         float sum[256] = { 0 };
-        for (int k = 0; k < ks; k++) {
+        for (int k = 0; k < ks && kind != 2; k++) {
             float x = a[k * 16 + row] * sign;
             for (int n = 0; n < columns; n++)
                 sum[n] += x * bs[k * columns + n];
@@ -697,7 +721,12 @@ static void run_product(product *q)
         for (int n = 0; n < columns; n++) {
             int lane = row % 8 * 4 + n % 8 / 2, j = n / 8 * 4 + row / 8 * 2 + n % 2;
             uint64_t *d = r + (uint64_t)o[j] * LANES + lane;
-            *d = of_f32(sum[n] + (q->scale ? as_f32((uint32_t)*d) : 0.0f));
+            float before = q->scale ? as_f32((uint32_t)*d) : 0.0f;
+            if (kind == 2)
+                sum[n] = cut_off(a + row, bs + n, columns, sign, before);
+            else
+                sum[n] += before;
+            *d = of_f32(sum[n]);
         }
     }
 }

@@ -1,4 +1,5 @@
 """Tensor-core products of Hopper: WGMMA, issued by the warpgroup that has the accumulators.
+`device.hopper.tf32` has the statements for fp32 operands.
 
 The first operand has 64 rows (M) and lies in shared memory or registers, the second one has 8 to
 256 (N). Thread t of warp w has, of accumulators ``[M, N]``, value v at row
@@ -18,7 +19,8 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutesuper.device.barriers import Barriers
-from cutesuper.device.products import Product, Products
+from cutesuper.device.hopper import tf32
+from cutesuper.device.products import GatheredProduct, Product, Products
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,49 @@ class WarpgroupProduct(Product):
         cute.gemm(self.mma, accumulator, first, second, accumulator)
 
 
+@dataclass(frozen=True)
+class RoundedProduct(GatheredProduct):
+    """One shape of WGMMA for TF32 operands.
+
+    Attributes:
+        rows, columns: of the first and the second operand (M, N).
+    """
+
+    rows: int
+    columns: int
+
+    def first(self, memory: cute.Tensor) -> Any:
+        return tf32.Steps(memory)
+
+    def second(self, memory: cute.Tensor) -> Any:
+        return tf32.Steps(memory)
+
+    def gathered(self, memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
+        return tf32.gathered(memory, step, slot, thread)
+
+    def accumulator(self, columns: int) -> cute.Tensor:
+        assert columns == self.columns
+        return cute.make_rmem_tensor(cute.make_layout(((2, 2, columns // 8), 1, 1)), Float32)
+
+    def accumulate(self, on: bool) -> None:
+        assert on, "`replace` is another product"
+
+    def packed(self, words: cute.Tensor) -> Any:
+        raise NotImplementedError("fp32 numbers are gathered, not packed")
+
+    def put(self, operand: Any, words: cute.Tensor) -> None:
+        raise NotImplementedError("fp32 numbers are gathered, not packed")
+
+    def multiply(self, accumulator: cute.Tensor, first: Any, second: Any) -> None:
+        tf32.issue(accumulator, first, second, True)
+
+    def replace(self, accumulator: cute.Tensor, first: Any, second: Any) -> None:
+        tf32.issue(accumulator, first, second, False)
+
+    def settle(self, accumulator: cute.Tensor) -> None:
+        tf32.updated(accumulator, "", [], [])
+
+
 class AllWarps(nullcontext[None]):
     """Statements that all warps run; the DSL asks for the attribute."""
 
@@ -74,7 +119,10 @@ class WarpgroupProducts(Products):
 
     def product(
         self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
-    ) -> WarpgroupProduct:
+    ) -> Product:
+        if dtype is Float32:
+            assert along[1] and not registers
+            return RoundedProduct(self.block, columns)
         first, second = (OperandMajorMode.K if k else OperandMajorMode.MN for k in along)
         source = (warpgroup.OperandSource.RMEM,) if registers else ()
         mma = sm90.make_trivial_tiled_mma(

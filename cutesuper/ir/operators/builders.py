@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.ir.operators.base import TABLE, Operator
+from cutesuper.ir.precision import EXACT
 
 if TYPE_CHECKING:
     from cutesuper.ir.graph import Operand, Tensor
@@ -51,9 +52,10 @@ class NamedOperators:
         named = zip(operator.attributes, further, strict=False)
         return self.apply(operator.name, *operands, **dict(named), **attributes)
 
-    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a[..., M, K] @ b[..., K, N]``."""
-        return self.apply("matmul", a, b)
+    def matmul(self, a: Tensor, b: Tensor, precision: str = EXACT) -> Tensor:
+        """``a[..., M, K] @ b[..., K, N]``; for the precision of float32 operands see
+        `cutesuper.ir.precision`."""
+        return self.apply("matmul", a, b, precision=precision)
 
     def add(self, a: Operand, b: Operand) -> Tensor:
         """``a + b`` with broadcasting."""
@@ -99,8 +101,8 @@ class NamedOperators:
         """``a`` converted to another element type (fp16, bf16 or fp32), in which it is stored if it
         is stored.
 
-        Products take operands of one type, and their kernels 16-bit ones: this is how a float32
-        tensor becomes such an operand. Everything is computed in fp32, so values that stay inside a
+        Products take operands of one type: this is how a float32 tensor becomes one of 16 bits.
+        Everything is computed in fp32, so values that stay inside a
         kernel are not rounded.
         """
         return self.apply("convert", a, dtype=dtype)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutesuper.errors import ShapeError
+from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.ir.dims import Shape, broadcast, size
 from cutesuper.ir.operators.base import Attributes, Operator, normal_dim, operator, show_call
 from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
+from cutesuper.ir.precision import EXACT, PRECISIONS, rounded
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -116,6 +117,16 @@ class Matmul(Operator):
     contracts = True
     arity = 2
     one_type = True
+    attributes: ClassVar[Attributes] = {"precision": EXACT}
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        """Leave the default out, so that it is written in one way."""
+        full = super().check_attributes(given)
+        if full["precision"] not in PRECISIONS:
+            raise OperatorError(
+                f"matmul(precision={full['precision']!r}): use {' or '.join(map(repr, PRECISIONS))}"
+            )
+        return {} if full["precision"] == EXACT else full
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         a, b = shapes
@@ -135,7 +146,8 @@ class Matmul(Operator):
         return (*lead, a[-2], b[-1])
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0] @ args[1]
+        a, b = (rounded(x, attributes) for x in args)
+        return a @ b
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -149,10 +161,10 @@ class Matmul(Operator):
             dy = g.full(dy, y)
         columns = g.transpose(args[1])
         same = dy.shape[-1] != y.shape[-1]
-        first = g.mul(dy, g.sum(columns, -2)) if same else g.matmul(dy, columns)
+        first = g.mul(dy, g.sum(columns, -2)) if same else g.matmul(dy, columns, **attributes)
         rows = g.transpose(args[0])
         same = dy.shape[-2] != y.shape[-2]
-        return first, g.mul(g.sum(rows, -1), dy) if same else g.matmul(rows, dy)
+        return first, g.mul(g.sum(rows, -1), dy) if same else g.matmul(rows, dy, **attributes)
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 2.0 * size(result) * size((shapes[0][-1],))

@@ -6,7 +6,8 @@ elements, and write the pieces to the places where a bulk load would have put th
 the loop knows.
 
 A tile consists of segments, 64 neighbouring elements of a row: 8 lanes of a warp copy one, in 9
-words. A warp copies 4 segments at a time, its *turn*, and shifts what it has brought itself.
+words. A warp copies 4 segments at a time, its *turn*, and shifts what it has brought itself. An
+fp32 number is copied as two elements.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ TURN, TURN_BYTES = 4, 4 * 9 * 16
 IN_FLIGHT = 32 * 1024
 
 
-def unaligned(views: Mapping[int, View]) -> dict[int, View]:
-    """The operands, by operation, that bulk loads cannot address."""
-    return {op: view for op, view in views.items() if step(view) < PIECE}
+def unaligned(views: Mapping[int, View], piece: int) -> dict[int, View]:
+    """The operands, by operation, that bulk loads cannot address; ``piece``: elements of 16
+    bytes."""
+    return {op: view for op, view in views.items() if step(view) < piece}
 
 
 def step(view: View) -> int:
@@ -49,18 +51,25 @@ class CopiedTile:
         view: the operand.
         lines: label and extent of its rows in memory.
         along: label and extent of what is contiguous, in whole segments.
+        halves: 16-bit elements of a number.
     """
 
     view: View
     lines: tuple[str, int]
     along: tuple[str, int]
+    halves: int = 1
 
     @staticmethod
-    def of(view: View, *labels: tuple[str, int]) -> CopiedTile:
+    def of(view: View, halves: int, *labels: tuple[str, int]) -> CopiedTile:
         """The tile of two labels with these extents, in any order."""
         (along,) = (x for x in labels if view.stride(x[0]) == 1)
         (lines,) = (x for x in labels if x != along)
-        return CopiedTile(view, lines, along)
+        return CopiedTile(view, lines, (along[0], halves * along[1]), halves)
+
+    @property
+    def step(self) -> int:
+        """The largest of 1, 2, 4 and 8 of which all of its rows begin at multiples, in elements."""
+        return self.halves * step(self.view)
 
     @property
     def segments(self) -> int:

@@ -112,10 +112,10 @@ def _resident(plan: MatmulPlan, target: Target) -> int:
 
 def _staged_us(plan: MatmulPlan, target: Target) -> float:
     """Time of the helper warps in an iteration: they rewrite the rows, or only read them."""
-    if plan.prologue is None and not plan.statistics:
+    if not plan.rewrites_rows and not plan.statistics:
         return 0.0
     r, (m, _, k) = target.rates, plan.tile
-    rate = r.statistic_per_us if plan.prologue is None else r.prologue_per_us
+    rate = r.prologue_per_us if plan.rewrites_rows else r.statistic_per_us
     count = sum(
         r.instructions.get(op.kind, 1) for op in plan.program.ops
         if op.kind != LOAD and not op.facets.contracts
@@ -132,6 +132,7 @@ def _tensor_us(plan: MatmulPlan, target: Target) -> float:
     area = max(areas)
     efficiency = r.tensor_efficiency * area / (area + r.half_area)
     flops = 2.0 * (sum(areas) + r.vector_rows * n * len(plan.vector_columns)) * k
+    flops *= plan.halves * (3 if plan.split else 1)  # TF32 has half the rate
     return flops * target.sms / (target.tensor_flops * efficiency) * 1e6
 
 

@@ -114,6 +114,13 @@ def _operand_lines(plan: MatmulPlan) -> list[str]:
             f"shifted: {plan.shift.source.text(names)}, less the mean of a sample of its row"
             + ("" if plan.shift.products else " (in statistics)")
         )
+    if plan.split:
+        lines.append(
+            "float32 operands as two TF32 numbers each, x = high + low: high high + high low + low "
+            f"high, {plan.chunk} of {plan.contracted} at a time, added up in float32"
+        )
+    elif plan.element_bytes == 4:
+        lines.append("float32 operands, rounded to TF32")
     if plan.prologue is not None:
         lines.append(f"row operand, rewritten in the stage: {_text(plan, plan.prologue)}")
     for i, (vector, weight) in enumerate(_vector_names(plan)):
@@ -212,7 +219,7 @@ def _reduction_lines(plan: MatmulPlan) -> list[str]:
 def _barriers(plan: MatmulPlan) -> str:
     names = ["full", "empty"] + ["ready"] * plan.rewrites
     names += ["received"] * (plan.cluster > 1)
-    shared = plan.schedule.share_rows > 1 and plan.prologue is None
+    shared = plan.schedule.share_rows > 1 and not plan.rewrites_rows
     names += ["reduced"] * (bool(plan.statistics) and (plan.cluster > 1 or shared))
     names += ["after_full"] * bool(plan.tails)
     exchanged = bool(plan.reductions) and plan.column_cluster > 1

@@ -31,6 +31,7 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.dims import Dim, Symbol, ceil_div
 from cutesuper.ir.dims import extent as dim_extent
+from cutesuper.ir.dtypes import DType
 from cutesuper.skeletons.form import check_reductions
 from cutesuper.skeletons.matmul.copies import PIECE
 from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, FEW_ROWS, MAX_HIDDEN
@@ -66,6 +67,7 @@ class MatmulForm:
         turned: True if the rows lie side by side in memory, X stored (K, M): nothing but products
             reads them then.
         few_tiles: True if the grid may divide the contracted label too, see `_has_few_tiles`.
+        element_bytes: of the operands.
     """
 
     row: str
@@ -78,6 +80,7 @@ class MatmulForm:
     beside: tuple[str, ...] = ()
     turned: bool = False
     few_tiles: bool = False
+    element_bytes: int = 2
 
     @property
     def columns(self) -> frozenset[str]:
@@ -216,8 +219,12 @@ def matmul_form(
         )
     _check_extents(program, form)
     _check_turned(program, form)
-    check_one_type(region, [op for op in program.of_kind("load") if _staged(region, op, form)])
-    return replace(form, few_tiles=_has_few_tiles(program, form, target))
+    staged = [op for op in program.of_kind(LOAD) if _staged(op, form)]
+    check_one_type(region, staged)
+    element = region.input_dtypes[staged[0].attributes["tensor"]]
+    _check_element(region, form, element, target)
+    few = _has_few_tiles(program, form, target)
+    return replace(form, few_tiles=few, element_bytes=element.itemsize)
 
 
 def _has_copies(program: LabelledProgram, form: MatmulForm) -> bool:
@@ -403,19 +410,31 @@ def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
         )
 
 
-def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
+def _check_element(region: Region, form: MatmulForm, element: DType, target: Target) -> None:
+    """Check that the tensor cores take operands of this type, in this form. Raises SearchError."""
+    if element.itemsize == 2:
+        return
+    if element.name != "float32" or not target.rounds_fp32:
+        raise SearchError(
+            f"matmul in {element}: the tensor cores take float16 and bfloat16; convert the "
+            "operands to one of them"
+        )
+    if len(region.precisions) > 1:
+        raise SearchError(f"products of {' and '.join(region.precisions)} precision in one kernel")
+    if form.turned or form.hidden or form.vectors:
+        what = ("rows that lie side by side in memory" if form.turned else
+                f"a product over {shown(form.hidden)} after the loop" if form.hidden else
+                "vectors beside the rows")  # fmt: skip
+        raise SearchError(f"matmul in float32 with {what}: another kernel")
+
+
+def _staged(op: LabelledOp, form: MatmulForm) -> bool:
     """True if a load goes through shared memory, for products. Raises SearchError."""
     mapping = labels_of(op.attributes["map"])
-    tensor = op.attributes["tensor"]
     operands = {form.contracted, *form.hidden} & set(mapping)
     columns = form.columns.intersection(mapping)
     matrix = len(operands | {form.row, *form.columns} & set(mapping)) > 1
     staged = form.contracted in mapping or (matrix and operands and columns)
-    if staged and region.input_dtypes[tensor].itemsize != 2:
-        raise SearchError(
-            f"matmul in {region.input_dtypes[tensor]}: the tensor cores take float16 and bfloat16; "
-            "convert the operands to one of them"
-        )
     inner = {form.contracted, *form.columns}
     labels = (form.contracted, *form.columns, *form.hidden)
     matrices = [set(p) for p in combinations(labels, 2) if set(p) <= set(mapping)]

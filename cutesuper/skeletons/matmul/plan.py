@@ -16,6 +16,8 @@ from math import gcd, prod
 
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.precision import EXACT, precision_of
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import (
     Argument,
@@ -43,12 +45,15 @@ from cutesuper.targets import Target
 
 #: rows of the WGMMA instruction's first operand: the unit of the column label
 COLUMN_BLOCK = 64
-#: elements of a 128-byte shared-memory row: the unit of the contracted label
-CHUNK = 64
+#: 16-bit elements of a 128-byte shared-memory row, the unit of the contracted label, and of an
+#: instruction's step along it
+CHUNK, STEP = 64, 16
 #: rows of a box of a row operand whose rows lie side by side in memory
 ROW_BOX = 64
 #: rows of a tile: any multiple of the first, the second at most
 ROW_UNIT, MAX_ROWS = 8, 256
+#: the same of fp32 operands, whose sums and words take more registers
+MAX_WIDE_ROWS = 128
 #: most accumulators of a thread if all threads of a block have equally many registers
 EQUAL_SHARE = 96
 #: registers of a consumer thread beside its accumulators
@@ -294,6 +299,50 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """Element type of the operands."""
         return self.arguments[next(iter(self.rows.values())).argument].dtype
 
+    @cached_property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the operands."""
+        return as_dtype(self.dtype).itemsize
+
+    @property
+    def halves(self) -> int:
+        """The same in 16 bits."""
+        return self.element_bytes // 2
+
+    @property
+    def chunk(self) -> int:
+        """Elements of an operand in a shared-memory row of 128 bytes."""
+        return CHUNK // self.halves
+
+    @property
+    def step(self) -> int:
+        """Elements of an instruction's step along the contracted label."""
+        return STEP // self.halves
+
+    @property
+    def split(self) -> bool:
+        """True if products take fp32 operands as two TF32 numbers each, to keep their precision."""
+        exact = any(
+            op.facets.contracts and precision_of(op.attributes) == EXACT for op in self.program.ops
+        )
+        return self.element_bytes == 4 and exact
+
+    @property
+    def rounds(self) -> bool:
+        """True if bulk loads round fp32 operands to TF32."""
+        return self.element_bytes == 4 and not self.split
+
+    @cached_property
+    def column_major(self) -> bool:
+        """True if the column operands are contiguous along the columns: weights stored (K, N)."""
+        return any(v.stride(self.column) == 1 for v in self.columns.values())
+
+    @property
+    def gathers(self) -> bool:
+        """True if consumers bring the column operands to registers: TF32 products take nothing from
+        shared memory that is not contiguous along the contracted label, and no fp32 numbers."""
+        return self.element_bytes == 4 and (self.split or self.column_major)
+
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
         """See `Plan.in_place`: what the epilogue adds, as a sum so far, if no other output needs it
@@ -393,7 +442,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def copied(self) -> dict[int, View]:
         """The staged operands that threads copy, by operation: see `skeletons.matmul.copies`."""
         after = {t.load: t.view for t in self.tails}
-        return unaligned(self.rows | self.columns | self.hidden | after)
+        return unaligned(self.rows | self.columns | self.hidden | after, self.chunk // 8)
 
     @property
     def narrow(self) -> bool:
@@ -424,7 +473,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def accumulators(self) -> int:
         """fp32 values that the consumers of a block hold for the products of rows."""
         m, n, _ = self.tile
-        return m * (n * len(self.finals) + COLUMN_BLOCK * self.hidden_blocks)
+        sums = n * len(self.finals) * (1 + self.split)
+        return m * (sums + COLUMN_BLOCK * self.hidden_blocks)
 
     @cached_property
     def vector_accumulators(self) -> int:
@@ -433,8 +483,10 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def thread_accumulators(self) -> int:
-        """fp32 values that each thread of the consumers holds."""
-        return (self.accumulators + self.vector_accumulators) // (128 * self.schedule.warpgroups)
+        """fp32 values that each thread of the consumers holds, with what it gathers of a chunk."""
+        words = COLUMN_BLOCK * self.chunk * self.blocks_n * len(self.products) * (1 + self.split)
+        held = self.accumulators + self.vector_accumulators + words * self.gathers
+        return held // (128 * self.schedule.warpgroups)
 
     @cached_property
     def iterations(self) -> int:
@@ -459,7 +511,12 @@ class MatmulPlan(Plan[MatmulSchedule]):
     @property
     def rewrites(self) -> bool:
         """True if helper warps write the operand that the tensor cores read."""
-        return self.prologue is not None or bool(self.vector_rows)
+        return self.rewrites_rows or bool(self.vector_rows)
+
+    @property
+    def rewrites_rows(self) -> bool:
+        """True if that operand is the rows."""
+        return self.prologue is not None or self.split
 
     def staged(self, operation: int) -> View:
         """A row-side load's view of its tensor."""
@@ -513,7 +570,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         _, n, k = self.tile
         hidden = sum(t.width(self.narrow) * len(t.products) for t in self.tails)
         columns = len(self.columns) * n + hidden
-        return 2 * k * (columns + len(self.vectors)) + self.row_bytes
+        return self.element_bytes * k * (columns + len(self.vectors)) + self.row_bytes
 
     @cached_property
     def copied_tiles(self) -> dict[int, CopiedTile]:
@@ -526,7 +583,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
             free |= dict.fromkeys((x for x, _ in t.products), (t.hidden, t.width(self.narrow)))
         own = (self.contracted, k)
         return {
-            op: CopiedTile.of(self.copied[op], f, own)
+            op: CopiedTile.of(self.copied[op], self.halves, f, own)
             for op, f in free.items()
             if op in self.copied
         }
@@ -536,7 +593,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """The same of the products after the loop."""
         tails = [t for t in self.tails if t.load in self.copied]
         column = self.column, self.tile[1]
-        return {t.load: CopiedTile.of(t.view, column, (t.hidden, t.padded)) for t in tails}
+        return {
+            t.load: CopiedTile.of(t.view, self.halves, column, (t.hidden, t.padded)) for t in tails
+        }
 
     @property
     def bulk_bytes(self) -> int:
@@ -547,7 +606,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def row_bytes(self) -> int:
         """Bytes of the row tiles in a stage."""
         m, _, k = self.tile
-        return 2 * k * len(self.rows) * m
+        return self.element_bytes * k * len(self.rows) * m
 
     @property
     def tail_bytes(self) -> int:
@@ -557,8 +616,11 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes that one stage of the ring takes, with the tile of vectors."""
-        return self.stage_bytes + 2 * MAX_VECTORS * self.tile[2] * bool(self.vector_rows)
+        """Bytes that one stage of the ring takes, with the tiles that helper warps add: that of
+        vectors, and of the rows' low parts."""
+        m, _, k = self.tile
+        rows = MAX_VECTORS * bool(self.vector_rows) + m * self.split
+        return self.stage_bytes + self.element_bytes * k * rows
 
     @property
     def vector_pairs(self) -> int:
@@ -659,7 +721,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
         rows = self.tile[0] >= STORE_ROWS and self.program.dims[self.row] != 1
         pieces = all(p.store_piece == PIECE for p in self.sections)
         named = any(isinstance(o.view, Indexed) for p in self.sections for o in p.outputs)
-        return self.stands_alone and rows and pieces and not named
+        narrow = self.element_bytes == 2  # pieces have the operands' type
+        return self.stands_alone and rows and pieces and narrow and not named
 
 
 def tile_grid(plan: MatmulPlan, rows: int, batch: int) -> tuple[int, int, int]:
@@ -690,11 +753,12 @@ def takes_rows(m: int) -> bool:
 def exceeded_by_tile(plan: MatmulPlan) -> Limit | None:
     """The limit that a plan's tile exceeds with every schedule; None if there is none."""
     m, n, k = plan.tile
-    if not takes_rows(m) or n % COLUMN_BLOCK or k % CHUNK:
+    most = MAX_ROWS if plan.element_bytes == 2 else MAX_WIDE_ROWS
+    if not takes_rows(m) or m > most or n % COLUMN_BLOCK or k % plan.chunk:
         return Limit(
             "tiles that the tensor cores do not take",
             f"tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be a multiple "
-            f"of {ROW_UNIT} up to {MAX_ROWS}, columns and depth multiples of {COLUMN_BLOCK}",
+            f"of {ROW_UNIT} up to {most}, columns of {COLUMN_BLOCK} and depth of {plan.chunk}",
         )
     if plan.turned and m % ROW_BOX:
         return Limit(
@@ -745,6 +809,12 @@ def _bad_parts(plan: MatmulPlan) -> str:
 def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
     """The limit that a plan exceeds with its schedule; None if there is none."""
     s = plan.schedule
+    if plan.element_bytes == 4 and not target.rounds_fp32:
+        return Limit(
+            "element types that the tensor cores do not take",
+            f"products of float32 operands are not lowered for {target.name}; convert them to "
+            "float16 or bfloat16",
+        )
     if plan.registers is not None and s.warpgroups != 2:
         return Limit(
             "accumulators exceed the registers",

@@ -37,6 +37,7 @@ from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.shift import find_shift
 from cutesuper.skeletons.normalize import quotients_by_statistics, with_reciprocals
 from cutesuper.skeletons.operands import (
+    MULTIPLIED,
     check_element_type,
     check_same_type,
     check_symbols,
@@ -579,8 +580,10 @@ class Ends:
 
 def check_operands(plan: MatmulPlan, where: str) -> None:
     """Check that the tensor cores take the operands. Raises LoweringError."""
-    check_element_type(where, plan.dtype)
+    check_element_type(where, plan.dtype, (*MULTIPLIED, "float32"))
     check_symbols(plan.arguments, where)
+    if plan.element_bytes == 4 and (mistake := _wide_mistake(plan)):
+        raise LoweringError(f"{where}: products of float32 operands {mistake}")
     tails = [t.view for t in plan.tails]
     staged = (*plan.rows.values(), *plan.columns.values(), *plan.vectors.values())
     for view in (*staged, *plan.hidden.values(), *tails):
@@ -599,6 +602,15 @@ def check_operands(plan: MatmulPlan, where: str) -> None:
                 f"{where}: row operand {arg.name} (operation {i}) must be contiguous along "
                 f"{plan.contracted}, or used by products alone"
             )
+
+
+def _wide_mistake(plan: MatmulPlan) -> str:
+    """The reason why a plan's products cannot take fp32 operands; empty if they can."""
+    if plan.turned:
+        return f"need rows that are contiguous along {plan.contracted}; copy them first"
+    if plan.tails or plan.vector_rows:
+        return "have no further products after the loop or of vectors; use another kernel for these"
+    return ""
 
 
 def _check_layout(where: str, views: Iterable[View], column: str, contracted: str) -> None:

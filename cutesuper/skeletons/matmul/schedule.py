@@ -128,7 +128,8 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     m = plan.tile[0]
     dims = plan.program.dims
     large = SETTINGS.choose(target, "share", rows=m)["walk"]
-    if not schedule.bulk_store or not large or schedule.warpgroups < 2 or plan.copied:
+    stored = schedule.bulk_store or (plan.stands_alone and plan.element_bytes == 4)
+    if not stored or not large or schedule.warpgroups < 2 or plan.copied:
         return schedule
     share = min(shared_by(p.column_tiles, m, target) for p in plan.sections)
     slots = share * target.clusters[share]
@@ -140,9 +141,7 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     if schedule.dependent_launch and not walks:
         return schedule
     own = m // share  # rows that a block loads
-    warps = SETTINGS.choose(target, "helpers", prologue=plan.prologue is not None, rows=own)[
-        "warps"
-    ]
+    warps = SETTINGS.choose(target, "helpers", prologue=plan.rewrites_rows, rows=own)["warps"]
     return replace(
         schedule,
         share_rows=share,
@@ -154,7 +153,7 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
 def _helpers(plan: MatmulPlan, warps: int) -> int:
     """Helper warps, ``warps`` where the instruction allows: see `MatmulPlan.instruction_rows`."""
     rows = plan.tile[0]
-    whole = rows <= 128 or rows % 16 == 0 or plan.prologue is not None
+    whole = rows <= 128 or rows % 16 == 0 or plan.rewrites_rows
     return warps if whole else 2
 
 

@@ -147,6 +147,7 @@ def _matmul_tiles(
     rows = extent(structure.dims[form.row])
     between = sum(COLUMN_BLOCK * ceil_div(n, COLUMN_BLOCK) for n in hidden.values())
     widths, depths = (SETTINGS.choose(target, d)["tiles"] for d in ("columns", "depth"))
+    depths = [d * 2 // form.element_bytes for d in depths]
     for row in _row_tiles(form, rows, between + min(widths), target):
         for columns in widths:
             for inner in depths:

@@ -214,7 +214,7 @@ def _name(path: Any, named: Sequence[str]) -> str:
 
 def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, ...]:
     """State that a trace depends on besides types and shapes: devices, tensors that are identical,
-    and modes that are switched on."""
+    modes that are switched on, and the precision of products."""
     kinds: Hashable = None
     if not _USUAL.issuperset(map(type, tensors)):
         kinds = tuple(map(_class_of, tensors))
@@ -229,6 +229,7 @@ def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, .
     return (
         *map(_DEVICE, tensors), kinds, same, asked,
         torch.get_default_dtype(), torch._C._is_any_autocast_enabled() and _autocast(),
+        torch.get_float32_matmul_precision(),
     )  # fmt: skip
 
 

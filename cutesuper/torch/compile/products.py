@@ -11,6 +11,7 @@ from torch import fx
 
 from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import Tensor
+from cutesuper.ir.precision import EXACT, ROUNDED
 from cutesuper.torch.compile.factored_dims import (
     Part,
     leaves,
@@ -157,14 +158,20 @@ def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
     if left.shape[last] == 1:
         return b.g.mul(left, right)  # columns by rows
     if not left.node.facets.joins or left.node.attributes["dim"] != last:
-        return b.g.matmul(left, right)
+        return _matmul(b, left, right)
     terms: list[Tensor] = []
     start = 0
     for part in (b.g.tensor(i) for i in left.node.inputs):
         stop = start + extent(part.shape[last])
-        terms.append(b.g.matmul(part, b.part(right, place, start, stop)))
+        terms.append(_matmul(b, part, b.part(right, place, start, stop)))
         start = stop
     return reduce(b.g.add, terms)
+
+
+def _matmul(b: Builder, left: Tensor, right: Tensor) -> Tensor:
+    """The product, in the precision that PyTorch is set to for float32 operands."""
+    allowed = left.dtype.name == "float32" and torch.get_float32_matmul_precision() != EXACT
+    return b.g.matmul(left, right, ROUNDED if allowed else EXACT)
 
 
 def _front(b: Builder, y: Value) -> Slots:

@@ -118,7 +118,8 @@ def _about(graph: KernelGraph, options: pipeline.Options) -> tuple[object, ...]:
 
 
 def _path(question: Sequence[object]) -> Path:
-    text = repr((_sources(), torch.__version__, torch.version.cuda, tuple(question)))
+    precision = torch.get_float32_matmul_precision()  # Inductor's products have it too
+    text = repr((_sources(), torch.__version__, torch.version.cuda, precision, tuple(question)))
     digest = hashlib.sha256(text.encode()).hexdigest()
     return KernelCache().root / RECORDS / f"{digest}.json"
 

@@ -11,6 +11,7 @@ from cutlass import Int32
 from cutesuper.device.products import Product
 from cutesuper.skeletons.matmul.kernel.context import Known, Memory
 from cutesuper.skeletons.matmul.kernel.epilogue import Epilogue
+from cutesuper.skeletons.matmul.kernel.gathered import GatheredProducts
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.prefetch import Prefetch
 from cutesuper.skeletons.matmul.kernel.tails import Tails
@@ -32,6 +33,7 @@ class Consumer:
         self.main, self.inner, self.after = known.groups
         self.per_group = known.blocks // known.warpgroups
         self.instruction_rows = known.plan.instruction_rows
+        self.gathered = GatheredProducts(known, self.per_group)
 
     @cute.jit
     def run(self, here, outs):
@@ -76,17 +78,25 @@ class Consumer:
         vectors = self.epilogue.vectors.consumer(cores, lead, memory, self.per_group)
         for instruction in (product, *along_hidden):
             instruction.accumulate(True)
+        totals = self.gathered.totals(cores, accumulators)
         previous = Int32(-1)
         for _ in cutlass.range(here.tile.iterations, unroll=1):
             ring.wait(at)
             if cutlass.const_expr(k.plan.rewrites):
                 memory.ready[at.stage].wait(at.phase)
-            cores.begin()
-            with cores.issue():
-                for kk in cutlass.range_constexpr(k.k // 16):
-                    self.multiply(product, accumulators, vectors, memory, b, at.stage, kk, group)
-                    self.tails.multiply_stage(along_hidden, hidden, memory, b, at.stage, kk, group)
-            cores.end()
+            if cutlass.const_expr(k.plan.gathers):
+                self.gathered.multiply(cores, product, accumulators, totals, here, at.stage)
+            else:
+                cores.begin()
+                with cores.issue():
+                    for kk in cutlass.range_constexpr(k.k // k.plan.step):
+                        self.multiply(
+                            product, accumulators, vectors, memory, b, at.stage, kk, group
+                        )
+                        self.tails.multiply_stage(
+                            along_hidden, hidden, memory, b, at.stage, kk, group
+                        )
+                cores.end()
             # one group of products stays in flight: waiting for this stage's own costs 0.2 us
             cores.wait(1)
             if previous >= 0:
@@ -101,7 +111,7 @@ class Consumer:
         self.epilogue.tile_store.ask(here, outs[0], False)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.run(cores, behind, accumulators, hidden, here)
-        sums, of_vectors = cores.fetched(accumulators), cores.fetched(vectors.accumulators)
+        sums, of_vectors = cores.fetched(totals), cores.fetched(vectors.accumulators)
         for n, epilogue in enumerate(self.epilogues):
             if here.tile.section == n:
                 epilogue.run(sums, of_vectors, here, outs[n])
@@ -118,7 +128,7 @@ class Consumer:
         kk: int,
         group: Any,
     ) -> None:
-        """Issue one k-step of 16 for the products of the columns.
+        """Issue one step for the products of the columns.
 
         ``accumulators`` are those of ``(64, rows)``, by product and block of 64 columns.
         """

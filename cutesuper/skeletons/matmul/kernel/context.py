@@ -26,7 +26,7 @@ from cutesuper.skeletons.kernel.arguments import (
     unravel,
 )
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup, column_groups
-from cutesuper.skeletons.matmul.plan import CHUNK, ROW_BOX, MatmulPlan
+from cutesuper.skeletons.matmul.plan import ROW_BOX, MatmulPlan
 
 #: named barriers: that on which the epilogue waits for the row values (0 is that of the whole
 #: block), of the consumers, of the helpers, and the first of the consumer warpgroups, which have
@@ -87,8 +87,8 @@ class Known:
         return Known(
             plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), m, n, k,
             column_groups(plan), s.stages, s.warpgroups, 4 * s.warpgroups, plan.helpers,
-            plan.cluster, plan.blocks_n, k // CHUNK, m // 4, n // plan.cluster, len(plan.finals),
-            s.dependent_launch,
+            plan.cluster, plan.blocks_n, k // plan.chunk, m // 4, n // plan.cluster,
+            len(plan.finals), s.dependent_launch,
         )  # fmt: skip
 
     @property
@@ -160,14 +160,14 @@ class Known:
         return self.m // ROW_BOX
 
     def row_step(self, b: cute.Tensor, stage: Any, kk: int) -> cute.Tensor:
-        """Step ``kk`` of 16 along the contracted label, of the row operand ``b`` of a stage."""
+        """Step ``kk`` along the contracted label, of the row operand ``b`` of a stage."""
         if self.plan.turned:
             return b[None, None, kk, stage]
         return b[None, None, kk % 4, stage * self.chunks + kk // 4]
 
     def row_layout(self, height: int, slots: int) -> cute.ComposedLayout:
         """Layout of ``slots`` pieces of ``height`` rows and one chunk, one behind the other."""
-        return operand_layout(self.dtype, (height, CHUNK), slots, True)
+        return operand_layout(self.dtype, (height, self.plan.chunk), slots, True)
 
     def row_tensor(
         self, view: Any, inner: str, tensors: list[cute.Tensor], chunked: bool
@@ -182,9 +182,9 @@ class Known:
         plain = cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=plain.stride))
         if not chunked:
             return plain
-        k = plan.program.dims[inner]
-        shape = (plain.shape[0], CHUNK, k // CHUNK, *plain.shape[2:])
-        stride = (plain.stride[0], 1, CHUNK, *plain.stride[2:])
+        k, chunk = plan.program.dims[inner], plan.chunk
+        shape = (plain.shape[0], chunk, k // chunk, *plain.shape[2:])
+        stride = (plain.stride[0], 1, chunk, *plain.stride[2:])
         return cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=stride))
 
 
@@ -195,6 +195,7 @@ class Memory:
     Attributes:
         hidden: a `tails.HiddenMemory`.
         columns, rows, vectors, vector_rows: operands in the ring.
+        low_rows: the low parts of the rows in the ring; None if operands are not split.
         partials: partial sums that the cluster sends (fp32).
         drained: all blocks of the cluster have read their rings, where partial sums arrive
             then; None if they arrive elsewhere.
@@ -215,6 +216,7 @@ class Memory:
     rows: list[cute.Tensor]
     vectors: list[cute.Tensor]
     vector_rows: Any
+    low_rows: Any
     partials: cute.Pointer
     statistics: cute.Pointer
     row_values: cute.Pointer

@@ -13,12 +13,13 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int16, Int32
 from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.barriers import release_warp
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.memory import neighbours
+from cutesuper.device.tf32 import rounded_all
 from cutesuper.device.unaligned import copy_word, end_words, shifted, wait_for_words
 from cutesuper.skeletons.matmul.copies import (
     PIECE,
@@ -27,12 +28,11 @@ from cutesuper.skeletons.matmul.copies import (
     TURN_BYTES,
     CopiedTile,
     depth,
-    step,
     turns,
 )
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
-from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK, ROW_BOX
+from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, ROW_BOX
 
 #: lanes that copy a segment, and its elements in words: one more than pieces
 LANES, WORDS = SEGMENT // PIECE, SEGMENT + PIECE
@@ -62,7 +62,7 @@ def place_of_rows(k: Known, n: int, op: int) -> Place:
         if k.plan.turned:
             at = row % ROW_BOX, depth, stage * k.row_boxes + row // ROW_BOX
             return cute.crd2idx(at, k.box_layout(1).outer)
-        at = row, depth % CHUNK, stage * k.chunks + depth // CHUNK
+        at = row, depth % k.plan.chunk, stage * k.chunks + depth // k.plan.chunk
         return cute.crd2idx(at, k.row_layout(k.m, k.stages * k.chunks).outer)
 
     return Place(k.plan.copied_tiles[op], k.plan.contracted, lambda m: m.rows[n], offset)
@@ -121,6 +121,8 @@ class Copies:
         for t, group in enumerate(after):
             self.after += places_of_columns(known, group, lambda m, t=t: m.hidden.after[t])
         self.warps = plan.copiers
+        #: of what is copied
+        self.dtype = Int16 if plan.halves > 1 else known.dtype
         #: warps that arrive at the barrier of a stage, and at that of the products after the loop
         self.stage_warps = self.warps if self.staged else 0
         self.after_warps = self.warps if self.after else 0
@@ -135,7 +137,7 @@ class Copies:
         if not self.room:
             return None
         count = self.warps * self.room * TURN_BYTES // 2
-        return alloc.allocate_array(self.k.dtype, count, byte_alignment=128)
+        return alloc.allocate_array(self.dtype, count, byte_alignment=128)
 
     # ------------------------------------------------------------------------------------ device
 
@@ -218,12 +220,13 @@ class Copies:
         segment = i * TURN + here.lane // LANES
         width = tile.along[1] // SEGMENT
         line, along = segment // width, segment % width * SEGMENT + lane * PIECE
-        row = self.origin(tile.lines[0], depth, here) + line
-        at = self.origin(tile.along[0], depth, here) + along
+        row, halves = self.origin(tile.lines[0], depth, here) + line, tile.halves
+        at = self.origin(tile.along[0], depth, here) * halves + along
         start = self.k.batch_offset(tile.view, here.tile.batch)
-        start = start + row * tile.view.stride(tile.lines[0]) + at
+        start = (start + row * tile.view.stride(tile.lines[0])) * halves + at
         inside = row < extents.of(tile.lines[0], tensors)
-        count = Int32(select_(inside, extents.of(tile.along[0], tensors) - at, Int32(-PIECE)))
+        end = extents.of(tile.along[0], tensors) * halves
+        count = Int32(select_(inside, end - at, Int32(-PIECE)))
         offset = (room * self.warps + here.thread // 32) * TURN + here.lane // LANES
         words = here.memory.words + cute.assume(offset * WORDS, divby=PIECE)
         return Turn(line, along, start, count, words, lane)
@@ -241,10 +244,11 @@ class Copies:
     def ask_word(self, turn: cutlass.Constexpr, place, at, count, tensor):
         """Ask for one word of a segment, which begins at element ``at``: zeros behind the tensor's
         end, and if the row has ended."""
-        left = cute.size(tensor) - at
+        left = cute.size(tensor) * self.k.plan.halves - at
         left = left if left < PIECE else PIECE
         left = left if count + (turn.start & (PIECE - 1)) > 0 else 0
-        source = tensor.iterator + cute.assume(at if left > 0 else 0, divby=PIECE)
+        first = cute.recast_ptr(tensor.iterator, dtype=self.dtype)
+        source = first + cute.assume(at if left > 0 else 0, divby=PIECE)
         copy_word(source, turn.words + cute.assume(place, divby=PIECE), 2 * left)
 
     @cute.jit
@@ -252,9 +256,12 @@ class Copies:
         """Write the pieces of a turn to a stage."""
         turn, tile = self.turn(place, i, depth, room, here), place.tile
         end = self.k.plan.program.dims[tile.along[0]]
-        whole = isinstance(end, int) and end % PIECE == 0
+        whole = isinstance(end, int) and end * tile.halves % PIECE == 0
         words = turn.words + cute.assume(turn.lane * PIECE, divby=PIECE)
-        piece = shifted(words, turn.start, turn.count, step(tile.view), whole)
+        piece = shifted(words, turn.start, turn.count, tile.step, whole)
+        if cutlass.const_expr(self.k.plan.rounds):
+            piece = rounded_all(cute.recast_tensor(piece, Float32).load())
+            piece = cute.recast_tensor(piece, self.dtype)
         cute.autovec_copy(piece, self.target(place, turn, stage, here))
 
     def origin(self, label: str, depth: Any, here: Here) -> Any:
@@ -267,10 +274,10 @@ class Copies:
 
     def target(self, place: Place, turn: Turn, stage: Any, here: Here) -> cute.Tensor:
         """The place of a piece in shared memory."""
-        free = turn.line, turn.along
+        free = turn.line, turn.along // place.tile.halves
         free = free if place.tile.along[0] == place.contracted else free[::-1]
-        number = place.offset(*free, stage) // PIECE
+        number = place.offset(*free, stage) * place.tile.halves // PIECE
         # the swizzle permutes the pieces of a row of 128 bytes by the row's number
         number = number ^ (number // PIECE % PIECE)
-        pointer = cute.recast_ptr(place.memory(here.memory).iterator, dtype=self.k.dtype)
+        pointer = cute.recast_ptr(place.memory(here.memory).iterator, dtype=self.dtype)
         return neighbours(pointer + cute.assume(number * PIECE, divby=PIECE), PIECE)

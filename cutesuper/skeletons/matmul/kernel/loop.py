@@ -196,6 +196,7 @@ class MatmulKernel:
         vector = cute.make_layout((k.k, k.stages)) if plan.vectors else None
         vectors = [alloc.allocate_tensor(k.dtype, vector, 128) for _ in plan.vectors]
         vector_rows = self.vectors.allocate(alloc)
+        low_rows = operand(alloc, k.dtype, row_layout) if plan.split else None
         if plan.exchange_in_ring:
             assert columns is not None
             partials = cute.recast_ptr(columns.iterator, dtype=Float32)  # rows lie behind them
@@ -217,10 +218,10 @@ class MatmulKernel:
         warp_sums, block_sums = self.reductions.allocate(alloc)
         count = len(plan.reductions)
         return Memory(
-            hidden, columns, rows, vectors, vector_rows, partials, statistics, row_values, pieces,
-            pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums, block_sums,
-            Barriers.allocate(alloc, count) if count else None, self.copies.allocate(alloc),
-            k.cores.allocate(alloc, k.warpgroups),
+            hidden, columns, rows, vectors, vector_rows, low_rows, partials, statistics, row_values,
+            pieces, pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums,
+            block_sums, Barriers.allocate(alloc, count) if count else None,
+            self.copies.allocate(alloc), k.cores.allocate(alloc, k.warpgroups),
         )  # fmt: skip
 
     @cute.jit

@@ -38,10 +38,10 @@ class Producer:
         # a box of 64-element chunks needs whole chunks, and all of their rows; otherwise there is
         # one box for each chunk
         depth = plan.program.dims[plan.contracted]
-        whole = isinstance(depth, int) and depth % CHUNK == 0
+        whole = isinstance(depth, int) and depth % plan.chunk == 0
         self.chunked = whole and not sharing.active and not plan.turned
         #: shape of the box of a row operand
-        box = (ROW_BOX, known.k // sharing.blocks) if plan.turned else (sharing.rows, CHUNK)
+        box = (ROW_BOX, known.k // sharing.blocks) if plan.turned else (sharing.rows, plan.chunk)
         self.row_box = (*box, known.chunks) if self.chunked else box
         #: rows are kept where columns are not
         self.row_hint = EVICT_LAST if plan.schedule.stream_columns else None
@@ -70,7 +70,8 @@ class Producer:
         for v in views:
             labels = (group.column, group.contracted, *k.batch_of(v))
             tensor = labelled(k.extents, v, labels, tensors)
-            found.append(tile_atom(tensor, layout, (group.width, group.depth)))
+            shape, rounds = (group.width, group.depth), k.plan.rounds
+            found.append(tile_atom(tensor, layout, shape, rounds=rounds))
         return found
 
     def row_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
@@ -84,7 +85,8 @@ class Producer:
         atoms = []
         for v in (v for op, v in k.plan.rows.items() if op in self.order):
             tensor = k.row_tensor(v, k.plan.contracted, tensors, self.chunked)
-            atoms.append(tile_atom(tensor, layout, self.row_box, self.sharing.active))
+            rounds = k.plan.rounds and k.plan.prologue is None
+            atoms.append(tile_atom(tensor, layout, self.row_box, self.sharing.active, rounds))
         return atoms
 
     def vector_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:

@@ -12,15 +12,14 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cutesuper.device.fragments import PIECE, fetched, fragment
+from cutesuper.device.fragments import fetched, fragment
 from cutesuper.device.memory import neighbours
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.kernel.hostmath import HostMath
 from cutesuper.skeletons.matmul.kernel.context import Known
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
-from cutesuper.skeletons.matmul.plan import CHUNK
 
-LANES = CHUNK // PIECE  # threads that share a row
+LANES = 8  # threads that share a row
 
 
 class RowTile:
@@ -29,11 +28,13 @@ class RowTile:
     def __init__(self, known: Known, sharing: Sharing) -> None:
         self.k = known
         plan = known.plan
+        #: elements of 16 bytes
+        self.width = plan.chunk // LANES
         #: rows in one pass of the helper warps
         self.height = max(1, plan.helpers * 32 // LANES)
         # blocks that share a row tile each reduce a part of its rows, unless each has to compute
         # the operand in its own shared memory anyway
-        self.split = sharing.active and plan.prologue is None
+        self.split = sharing.active and not plan.rewrites_rows
         self.rows = sharing.rows if self.split else known.m
         self.passes = -(-self.rows // self.height)
         #: number of blocks that receive one row's statistics, and of parts that a block receives
@@ -60,9 +61,9 @@ class RowTile:
             return True
 
     def inside(self, at: Any) -> Any:
-        """Predicates of eight elements: true before the end of the contracted label."""
-        index = fragment(PIECE, Int32)
-        for e in range(PIECE):
+        """Predicates of 16 bytes of elements: true before the end of the contracted label."""
+        index = fragment(self.width, Int32)
+        for e in range(self.width):
             index[e] = at + e
         return index.load() < self.extent
 
@@ -71,11 +72,11 @@ class RowTile:
         return {op: self.piece(ring, offset) for op, ring in zip(ops, rings, strict=True)}
 
     def piece(self, ring: cute.Tensor, offset: Any) -> cute.Tensor:
-        """Read eight elements of a ring."""
+        """Read 16 bytes of a ring."""
         return fetched(self.linear(ring, offset))
 
     def linear(self, ring: cute.Tensor, offset: Any) -> cute.Tensor:
-        """View of eight elements of a ring by byte order, whatever its swizzle."""
+        """View of 16 bytes of a ring by byte order, whatever its swizzle."""
         pointer = cute.recast_ptr(ring.iterator, dtype=self.k.dtype)
         # `assume`, because `align` rounds the address: two instructions for each piece
-        return neighbours(pointer + cute.assume(offset, divby=PIECE), PIECE)
+        return neighbours(pointer + cute.assume(offset, divby=self.width), self.width)

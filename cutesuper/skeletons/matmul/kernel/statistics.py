@@ -8,15 +8,15 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Meeting, fence_reads, fence_warp, release_warp
 from cutesuper.device.cluster import float_bits, push, wait_for_cluster
-from cutesuper.device.fragments import NEUTRAL, PIECE, combine, folded, fragment, stored
+from cutesuper.device.fragments import NEUTRAL, combine, folded, fragment, stored
 from cutesuper.device.memory import element, put
+from cutesuper.device.tf32 import rounded_all, split_all
 from cutesuper.skeletons.matmul.kernel.context import HELPERS_BARRIER, Known
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.row_tile import LANES, RowTile
 from cutesuper.skeletons.matmul.kernel.shift import RowShift
 from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
 from cutesuper.skeletons.matmul.kernel.vectors import VectorTile
-from cutesuper.skeletons.matmul.plan import CHUNK
 
 BATCH = 8  # rows of a thread that are read together
 
@@ -57,7 +57,7 @@ class RowSide:
         Return the next slot of the ring."""
         k, plan, memory, ring = self.k, self.k.plan, here.memory, here.memory.ring
         thread = here.thread
-        if cutlass.const_expr(plan.prologue is not None):
+        if cutlass.const_expr(plan.rewrites_rows):
             fresh = True
         if cutlass.const_expr(self.tile.split and len(plan.statistics) > 0):
             if thread < 32 and fresh:
@@ -98,17 +98,17 @@ class RowSide:
     def read_rows(self, memory, totals, shifts, first_row, own, lane8, stage, depth):
         """Process a thread's rows of one stage, from the ``own`` one behind the block's first one:
         add to the statistics, apply the prologue."""
-        k, row = self.k, first_row + own
-        place = (lane8 ^ (row % 8)) * PIECE  # the same for all rows, which are 8 or 16 apart
+        k, row, width = self.k, first_row + own, self.tile.width
+        place = (lane8 ^ (row % 8)) * width  # the same for all rows, which are 8 or 16 apart
         # short loops are unrolled whole, so that their reads are all in flight together
         for c in cutlass.range(k.chunks, unroll=k.chunks if k.chunks * self.passes <= 16 else 1):
-            at = c * CHUNK + place
-            offset = ((stage * k.chunks + c) * k.m + row) * CHUNK + lane8 * PIECE
+            at = c * k.plan.chunk + place
+            offset = ((stage * k.chunks + c) * k.m + row) * k.plan.chunk + lane8 * width
             vectors = self.tile.pieces(memory.vectors, list(k.plan.vectors), stage * k.k + at)
             for first in cutlass.range_constexpr(0, self.passes, self.batch):
                 batch = range(first, min(first + self.batch, self.passes))
                 found = [self.tile.place(own, p) for p in batch]
-                places = [offset + p * (self.tile.height * CHUNK) for p, _ in found]
+                places = [offset + p * (self.tile.height * k.plan.chunk) for p, _ in found]
                 rows = [self.tile.pieces(memory.rows, list(k.plan.rows), x) for x in places]
                 if cutlass.const_expr(len(rows) > 1):
                     # without this fence the compiler issues every read just before its use: 16 rows
@@ -120,14 +120,14 @@ class RowSide:
                     shifted = self.shift.applied(values, shifts[p], depth + at)
                     for s, statistic in enumerate(k.plan.statistics):
                         self.add(totals, s * self.passes + p, statistic, shifted, depth + at)
-                    if cutlass.const_expr(k.plan.prologue is not None):
+                    if cutlass.const_expr(k.plan.rewrites_rows):
                         if cutlass.const_expr(self.shift.of_products):
                             values = shifted
                         self.rewrite(memory, values, x, depth + at, inside)
 
     @cute.jit
     def add(self, totals, index: cutlass.Constexpr, statistic: cutlass.Constexpr, values, at):
-        """Add eight elements to a statistic."""
+        """Add 16 bytes of elements to a statistic."""
         neutral = NEUTRAL[statistic.op]
         leaves = [values[op] for op in statistic.source.leaves]
         v = statistic.source.evaluate(leaves, self.k.math)
@@ -137,15 +137,24 @@ class RowSide:
 
     @cute.jit
     def rewrite(self, memory, values, offset, at, inside):
-        """Replace eight elements of the row operand by the operand of the products, if they are
+        """Replace 16 bytes of the row operand by the operand of the products, if they are
         ``inside`` the tile."""
-        prologue = self.k.plan.prologue
-        v = prologue.evaluate([values[op] for op in prologue.leaves], self.k.math)
-        if cutlass.const_expr(self.tile.needs_mask(prologue, 0.0)):
-            v = cute.where(self.tile.inside(at), v, cute.full_like(v, 0.0))
-        register = stored(v, PIECE, self.k.dtype)
+        k, prologue = self.k, self.k.plan.prologue
+        if cutlass.const_expr(prologue is None):
+            (v,) = (values[op] for op in k.plan.rows)
+        else:
+            v = prologue.evaluate([values[op] for op in prologue.leaves], k.math)
+            if cutlass.const_expr(self.tile.needs_mask(prologue, 0.0)):
+                v = cute.where(self.tile.inside(at), v, cute.full_like(v, 0.0))
+        if cutlass.const_expr(k.plan.element_bytes == 2):
+            parts = [(memory.rows[0], stored(v, self.tile.width, k.dtype))]
+        elif cutlass.const_expr(k.plan.split):
+            parts = list(zip((memory.rows[0], memory.low_rows), split_all(v), strict=True))
+        else:
+            parts = [(memory.rows[0], rounded_all(v))]
         if cutlass.const_expr(inside is None) or inside:
-            cute.autovec_copy(register, self.tile.linear(memory.rows[0], offset))
+            for ring, register in parts:
+                cute.autovec_copy(register, self.tile.linear(ring, offset))
 
     @cute.jit
     def reduce(self, here, totals, first):
