@@ -1,7 +1,7 @@
 """Whole programs as shared libraries: `export_program` writes one, `load` reads it back to call.
 
-`cutesuper.runtime.export` holds the kernels; this module connects them to a program. Metadata
-``program``, where a shape is a list of extents, symbols by name::
+`cutesuper.runtime.export` holds the kernels; this module connects them to a program, one for each
+architecture. Metadata ``program``, where a shape is a list of extents, symbols by name::
 
     {"graph": {...},                       # the kernel graph, see cutesuper.ir.serial
      "inputs": [{"name": "X", "shape": ["M", 4096], "dtype": "float16"}, ...],
@@ -35,7 +35,7 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.arguments import RawTensor
 from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.checks import ALIGNMENT
-from cutesuper.runtime.export import export_library
+from cutesuper.runtime.export import Part, export_library
 from cutesuper.runtime.library import CompactLaunch, ExportedLibrary, fits_compact, read_metadata
 from cutesuper.runtime.scratch import Need, ScratchMemory, places_of
 
@@ -47,13 +47,24 @@ if TYPE_CHECKING:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def export_program(graph: KernelGraph, variant: Variant, path: str | os.PathLike[str]) -> None:
-    """Write all kernels of a program, and the metadata for `load`, to ``path``.
+def export_program(
+    graph: KernelGraph, variants: Sequence[Variant], path: str | os.PathLike[str]
+) -> None:
+    """Write all kernels of programs of one graph, and the metadata for `load`, to ``path``.
+
+    Args:
+        graph: the definition.
+        variants: one for each architecture.
+        path: the file.
 
     Raises:
-        CompileError: no C compiler or no static CUDA runtime to link with, or ``path`` cannot be
-            written.
+        CompileError: two programs for one architecture, no C compiler or no static CUDA runtime to
+            link with, or ``path`` cannot be written.
     """
+    export_library([_part(graph, variant) for variant in variants], path)
+
+
+def _part(graph: KernelGraph, variant: Variant) -> Part:
     artifacts: dict[str, Artifact] = {s.artifact.digest: s.artifact for s in variant.steps}
     kernels = list(artifacts)  # a kernel that is launched twice is stored once
     steps = [
@@ -75,7 +86,7 @@ def export_program(graph: KernelGraph, variant: Variant, path: str | os.PathLike
         "report": variant.report,
         "operators": {name: definition(TABLE[name]) for name in added(names_of(graph))},
     }
-    export_library(list(artifacts.values()), program, path)
+    return Part(list(artifacts.values()), program)
 
 
 def _border(graph: KernelGraph) -> dict[str, list[dict[str, Any]]]:
@@ -146,11 +157,11 @@ class _Layout:
 
 
 class _Reader:
-    """Checker of a library's metadata ``program`` against its graph and its kernels."""
+    """Checker of one of a library's ``programs`` against its graph and its kernels."""
 
-    def __init__(self, metadata: Mapping[str, Any], what: str) -> None:
-        self.kernels: list[dict[str, Any]] = metadata["kernels"]
-        self.program: dict[str, Any] = metadata["program"]
+    def __init__(self, part: Mapping[str, Any], what: str) -> None:
+        self.kernels: list[dict[str, Any]] = part["kernels"]
+        self.program: dict[str, Any] = part["program"]
         self.what = what
 
     def read(self) -> _Layout:
@@ -308,7 +319,8 @@ class ExportedProgram(Program):
     """A program from a shared library; calling it is described in `Program`.
 
     Needs neither CuTe DSL nor a compiler. With symbolic extents it has the kernels for the symbols'
-    hints, which compute every batch size.
+    hints, which compute every batch size. Of several programs it is the one for the GPU that is the
+    current one when it is loaded, or the first one.
 
     Attributes:
         graph: the definition.
@@ -321,12 +333,16 @@ class ExportedProgram(Program):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = os.path.abspath(as_path("load", path))  # one file, whatever the folder is later
         metadata = read_metadata(path)
-        self._layout = _Reader(metadata, os.fsdecode(path)).read()
-        super().__init__(self._layout.graph, str(metadata["arch"]))
-        self.version = str(metadata["version"])
+        parts = metadata["programs"]
+        layouts = [_Reader(part, os.fsdecode(path)).read() for part in parts]
         # Code of the file runs only now, after everything has been checked.
         library = ExportedLibrary(path, metadata)
-        self._steps = [(library.kernels[kernel], places) for kernel, places in self._layout.steps]
+        chosen = library.program()
+        self._layout = layouts[chosen]
+        super().__init__(self._layout.graph, str(parts[chosen]["arch"]))
+        self.version = str(metadata["version"])
+        first = sum(len(part["kernels"]) for part in parts[:chosen])
+        self._steps = [(library.kernels[first + n], places) for n, places in self._layout.steps]
         self._compact = [(CompactLaunch(library, kernel), places) for kernel, places in self._steps]
 
     def _check_operators(self) -> None:
