@@ -1,4 +1,4 @@
-"""The command line: ``cutesuper demo``, ``explain``, ``tune`` and ``bench``."""
+"""The command line: ``cutesuper demo``, ``explain``, ``compile``, ``tune`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cutesuper.errors import CutesuperError, FormatError
+from cutesuper import crosscompile
+from cutesuper.errors import CutesuperError, FormatError, OptionError
 
 if TYPE_CHECKING:
     from cutesuper.ir.graph import KernelGraph
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument("--dependent-launch", action="store_true")
     explain.add_argument("--svg", type=Path, help="also write a picture of the muGraph")
     explain.add_argument("--html", type=Path, help="also write a page to look into the muGraph")
+    crosscompile.add_arguments(
+        commands.add_parser("compile", help="compile for any GPU, into files")
+    )
     _add_tune(commands.add_parser("tune", help="time candidates on the GPU, store the winner"))
     commands.add_parser("bench", help="measure a workload against its peers", add_help=False)
     args, rest = parser.parse_known_args(argv)
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     _print_anything()
-    run = {"demo": _demo, "explain": _explain, "tune": _tune}[args.command]
+    run = {"demo": _demo, "explain": _explain, "compile": _compile, "tune": _tune}[args.command]
     try:
         code = run(args)
         sys.stdout.flush()  # fails on a full disk, or for a reader that has left
@@ -131,6 +135,13 @@ def _explain(args: argparse.Namespace) -> int:
     if args.html is not None:
         kernel.draw(args.html)
     return 0
+
+
+def _compile(args: argparse.Namespace) -> int:
+    try:
+        return crosscompile.compile_program(args, _read_graph)
+    except OptionError as error:
+        raise _UsageError(str(error)) from error
 
 
 def _tune(args: argparse.Namespace) -> int:

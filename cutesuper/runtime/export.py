@@ -126,7 +126,8 @@ int cutesuper_load(int device)
         return 101;  /* cudaErrorInvalidDevice */
     program = cutesuper_program(device);
     pthread_mutex_lock(&guard);
-    for (kernel = programs[program].first; kernel < programs[program + 1].first && !status; kernel++)
+    kernel = programs[program].first;
+    for (; kernel < programs[program + 1].first && !status; kernel++)
         status = load_kernel(kernel, device);
     pthread_mutex_unlock(&guard);
     return status;
