@@ -164,6 +164,8 @@ def test_export_and_load(tmp_path: Path) -> None:
     assert torch.equal(program([x, w])[0], kernel(x, w))
     with pytest.raises(ShapeError, match="input W has shape"):
         program(x, w[:-8].contiguous())
+    with pytest.raises(GraphError, match="they compute different graphs"):
+        kernel.export(tmp_path / "both.so", kernel_of("softmax"))
 
 
 # ---------------------------------------------------------------------------- wrong call arguments
