@@ -30,7 +30,7 @@ from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.cost import price as rows_price
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
-from cutesuper.targets import H200, Target
+from cutesuper.targets import TARGETS, Target, find_target
 
 #: fitted constants; the others have measurements of their own
 OF_TARGET = ("launch_us", "l2_bandwidth")
@@ -211,24 +211,26 @@ def main(argv: Sequence[str], prog: str) -> int:
         "--half", action="store_true",
         help="fit every second case only and print how the others come out",
     )  # fmt: skip
+    parser.add_argument("--target", choices=TARGETS, default="h200", help="default %(default)s")
     arguments = parser.parse_args(argv)
+    start = find_target(arguments.target)
     try:
         results = json.loads(arguments.results.read_text())
         if results.get("kind") != "rank":
             raise ValueError(f"{arguments.results}: not written by rank --json")
     except (OSError, ValueError) as error:
         parser.error(str(error))  # exits with code 2
-    cases = [find_case(entry, results["dtype"], H200) for entry in results["cases"]]
+    cases = [find_case(entry, results["dtype"], start) for entry in results["cases"]]
     cases = [case for case in cases if case.timed]
     count = sum(len(case.timed) for case in cases)
     print(f"{count} candidates of {len(cases)} cases found again", flush=True)
     half = arguments.half and len(cases) > 1
-    fitted = fit(cases[::2] if half else cases, H200)
+    fitted = fit(cases[::2] if half else cases, start)
     shown = cases[1::2] if half else cases
-    for title, target in (("present constants", H200), ("fitted constants", fitted)):
+    for title, target in (("present constants", start), ("fitted constants", fitted)):
         _show(title, predicted(results, shown, target))
     for name in (*OF_TARGET, *OF_RATES):
-        old, new = ((t if name in OF_TARGET else t.rates) for t in (H200, fitted))
+        old, new = ((t if name in OF_TARGET else t.rates) for t in (start, fitted))
         print(f"  {name:20} {getattr(old, name):10.4g} -> {getattr(new, name):10.4g}")
     return 0
 

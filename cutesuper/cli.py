@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cutesuper import crosscompile
 from cutesuper.console import add_cache, cache, completion, doctor
-from cutesuper.errors import CutesuperError, FormatError
+from cutesuper.errors import CutesuperError, FormatError, OptionError
 from cutesuper.version import __version__
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     export.add_argument("--out", type=Path, required=True, metavar="X.so", help="the library")
     export.add_argument("--header", type=Path, metavar="X.h", help="also functions for C and C++")
     _add_options(export)
+    crosscompile.add_arguments(
+        commands.add_parser("compile", help="compile for any GPU, into files")
+    )
     _add_tune(commands.add_parser("tune", help="time candidates on the GPU, store the winner"))
     commands.add_parser("bench", help="measure a workload against its peers", add_help=False)
     add_cache(commands.add_parser("cache", help="look after the compiled kernels on disk"))
@@ -58,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     _print_anything()
     run: dict[str, Callable[[argparse.Namespace], int]] = {
-        "demo": _demo, "explain": _explain, "export": _export, "tune": _tune,
+        "demo": _demo, "explain": _explain, "compile": _compile,
+        "export": _export, "tune": _tune,
         "cache": lambda args: cache(args.action),
         "doctor": lambda _: doctor(),
         "completion": lambda args: completion(args.shell, _words(commands.choices)),
@@ -213,6 +218,13 @@ def _export(args: argparse.Namespace) -> int:
     kernel.export(args.out, header=args.header)
     print(f"{kernel}: {args.out}" + (f", {args.header}" if args.header else ""))
     return 0
+
+
+def _compile(args: argparse.Namespace) -> int:
+    try:
+        return crosscompile.compile_program(args, _read_graph)
+    except OptionError as error:
+        raise _UsageError(str(error)) from error
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -49,7 +49,7 @@ from cutesuper.search.search import (
 )
 from cutesuper.skeletons.planner import KernelPlan, make_plan
 from cutesuper.skeletons.variants import planned
-from cutesuper.targets import H100, H200, TARGETS, Target, find_target
+from cutesuper.targets import H200, TARGETS, Target, find_target
 from cutesuper.verify.equivalence import Verification, Verifier
 from cutesuper.verify.narrowing import narrows
 
@@ -330,7 +330,8 @@ def as_target(target: Target | str | None) -> Target:
 
 
 def current_target() -> Target:
-    """The target of torch's current CUDA device; H200 if there is none.
+    """The target of torch's current CUDA device, or the one with the slowest memory of its
+    architecture; H200 if there is no device.
 
     Raises:
         DeviceError: a GPU whose architecture has no building blocks.
@@ -343,11 +344,14 @@ def current_target() -> Target:
     for target in TARGETS.values():
         if target.name in name:
             return target
-    if torch.cuda.get_device_capability() == (9, 0):
-        return H100
+    major, minor = torch.cuda.get_device_capability()
+    same = [t for t in TARGETS.values() if t.arch.rstrip("af") == f"sm_{major}{minor}"]
+    if same:
+        return min(same, key=lambda t: t.bandwidth)
+    known = ", ".join(f"{t.name} ({t.arch})" for t in TARGETS.values())
     raise DeviceError(
-        f"GPU {torch.cuda.get_device_name()!r}: kernels are written for {', '.join(TARGETS)}; "
-        "pass target= to compile for one of them"
+        f"GPU {torch.cuda.get_device_name()!r} (sm_{major}{minor}): kernels are written for "
+        f"{known}; pass target= to compile for one of them"
     )
 
 

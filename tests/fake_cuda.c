@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SHARED_LIMIT = 232448, COOPERATIVE = 2, CLUSTER = 4, PDL = 6 };
+enum { SHARED_LIMIT = 232448, COOPERATIVE = 2, CLUSTER = 4, PDL = 6, MAJOR = 75, MINOR = 76 };
 
 typedef struct {
     int id;
@@ -116,7 +116,16 @@ int cudaLibraryGetKernel(void **kernel, void *library, const char *name)
 
 int cudaGetDevice(int *device) { *device = 0; return 0; }
 int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
-int cudaDeviceGetAttribute(int *value) { *value = SHARED_LIMIT; return 0; }
+
+/* FAKE_CUDA_CAPABILITY=<n> is the compute capability, as 90; other attributes are the limit. */
+int cudaDeviceGetAttribute(int *value, int attribute)
+{
+    const char *capability = getenv("FAKE_CUDA_CAPABILITY");
+    int known = capability ? atoi(capability) : 90;
+    *value = attribute == MAJOR ? known / 10 : attribute == MINOR ? known % 10 : SHARED_LIMIT;
+    return 0;
+}
+
 const char *cudaGetErrorString(int status) { return status ? "fake failure" : "no error"; }
 const char *cudaGetErrorName(int status) { return status ? "cudaErrorFake" : "cudaSuccess"; }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -21,11 +20,9 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
-from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import B200
-from tests import zoo
-from tests.attention import Attention
-from tests.plans import Linear, rows_plan, whole_plan
+from tests.blackwell_plans import BF16, CASES, FREE, PROVED, QUICK
+from tests.plans import Linear
 from tests.ptx.run import Conditions, PtxError, executable, run_launch
 from tests.ward import Given, given, verdict
 
@@ -41,93 +38,9 @@ def machine(request: pytest.FixtureRequest) -> None:
         pytest.skip("launches are read from the machine of tests/ptx: run with --ptx")
 
 
-def few(**fields: Any) -> Any:
-    """A small `Linear` in bf16: two iterations, 8 rows, 64 columns."""
-    small = {"dtype": "bfloat16", "m": 8, "tile_m": 8, "n": 64, "k": 128, "tile_k": 64}
-    return Linear(**(small | fields)).plan(B200)
-
-
-def attention(**fields: Any) -> Any:
-    """A small `Attention` in bf16: one head, two tiles of keys."""
-    small = {"dtype": "bfloat16", "heads": 1, "keys": 128}
-    mu = Attention(**(small | fields)).mugraph()
-    return make_plan(mu.steps[0], mu.tensors, B200)
-
-
-def found(graph: Any) -> Any:
-    return whole_plan(graph, B200)
-
-
-NORM = "(X @ W) / torch.sqrt((X * X).mean(dim=1, keepdim=True) + 1e-6)"
-BF16 = "bfloat16"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kernel to verify.
-
-    Attributes:
-        plan: makes it.
-        reference: that it is proved equal to; "" if only its protocol is checked: the verifier does
-            not follow values through `st.async`, `stmatrix`, run-time predicates and fp16.
-        result: of the verifier.
-    """
-
-    plan: Callable[[], Any]
-    reference: str = ""
-    result: str = "race_free"
-
-
-#: those of CI, which take a few seconds each
-QUICK = {
-    "product": Case(lambda: few(norm=False), "X @ W", "verified"),
-    "norm, weights (N, K)": Case(lambda: few(transposed=True)),
-    "prologue": Case(lambda: few(gain=True)),
-    "cluster along K": Case(lambda: few(cluster=2, k=256)),
-    # an instruction of 64 columns reads behind boxes of 16; those results are not used
-    "narrow boxes": Case(lambda: found(zoo.lora(8, 128, 64, dtype=BF16)), "", "potential_race"),
-    "attention": Case(attention),
-    "rows": Case(lambda: rows_plan(4, 256, norm=True, target=B200, dtype=BF16)),
-}
-#: the others: minutes
-MORE = {
-    "ragged": Case(lambda: few(norm=False, m=12, n=72, k=136, bias=True, residual=True)),
-    "two results": Case(lambda: found(zoo.gated_mlp(8, 128, 64, dtype=BF16))),
-    "reduced columns": Case(lambda: found(zoo.dlrm(8, 128, 64, dtype=BF16))),
-    "norm": Case(few, NORM, "verified"),
-    "fp16": Case(lambda: few(norm=False, dtype="float16")),
-    "prologue, cluster along K": Case(lambda: few(gain=True, cluster=2, k=256)),
-    "bulk stores": Case(lambda: few(m=64, tile_m=64)),
-    "bulk loads of a residual": Case(
-        lambda: few(m=96, tile_m=96, n=128, tile_n=128, residual=True, norm=False)
-    ),
-    "pairs": Case(lambda: few(m=128, tile_m=128, n=512, tile_n=256)),
-    "copied operands": Case(lambda: few(norm=False, k=133, n=67)),
-    "product after the loop": Case(
-        lambda: found(zoo.lora(8, 128, 64, 40, BF16, transposed=True, scale=0.5))
-    ),
-    "product of a tensor after the loop": Case(
-        lambda: found(zoo.two_operands(8, 128, 64, dtype=BF16))
-    ),
-    "layer norm": Case(lambda: found(zoo.layer_norm_linear(8, 128, 64, dtype=BF16))),
-    "norm of a product": Case(lambda: found(zoo.rms_norm_of_product(8, 128, 128, dtype=BF16))),
-    "activation": Case(lambda: found(zoo.linear(8, 128, 64, BF16, "silu"))),
-    "two layers": Case(lambda: found(zoo.relu_mlp(8, 128, 64, 64, BF16))),
-    "attention, two warpgroups of rows": Case(lambda: attention(rows=128, row_tile=128)),
-    "attention, causal": Case(lambda: attention(rows=128, causal="top_left")),
-    "attention, ragged": Case(lambda: attention(rows=37, keys=100)),
-    "attention, wide": Case(lambda: attention(width=128)),
-    "attention, keys in the last dimension": Case(lambda: attention(keys_last=True)),
-    "attention, norms": Case(lambda: attention(norm="QV")),
-    "decoding in a cluster": Case(lambda: attention(rows=0, group=4, keys=256, cluster=2)),
-    "rows, an activation": Case(lambda: rows_plan(4, 256, "silu", target=B200, dtype=BF16)),
-}
-CASES = QUICK | MORE
-
-
 @cache
 def kernel_of(name: str) -> Given:
-    return given(CASES[name].plan())
+    return given(CASES[name].make())
 
 
 def marked(names: dict[str, Any]) -> list[Any]:
@@ -208,17 +121,15 @@ def test_kernels_are_verified(name: str) -> None:
     case = CASES[name]
     found = verdict(kernel_of(name), case.reference)
     assert found["result"] == case.result, found["diagnostics"]
-    if case.result == "potential_race":
-        assert {(r["first"]["mode"], r["second"]["mode"]) for r in found["races"]} == {
-            ("write", "read")
-        }
+    races = {(r["first"]["mode"], r["second"]["mode"]) for r in found.get("races", ())}
+    assert races == ({case.races} if case.races else set())
 
 
 @needs_verifier
 @pytest.mark.parametrize("fault", marked(STATIC))
 def test_the_verifier_finds_faults(fault: str) -> None:
     kernel, planted = STATIC[fault]
-    assert verdict(kernel(), planted=planted)["result"] not in ("race_free", "verified")
+    assert verdict(kernel(), planted=planted)["result"] not in (FREE, PROVED)
 
 
 @needs_verifier

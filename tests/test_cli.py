@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ import cutesuper as cs
 from cutesuper import console
 from cutesuper.cli import main
 from cutesuper.errors import FormatError
+from cutesuper.runtime import toolchain
 from tests import zoo
+from tests.fake_runtime import build_fake_runtime
 
 
 @pytest.fixture
@@ -78,6 +81,59 @@ def test_explain_writes_pages_to_html_files_only(
     assert main(["explain", str(saved), "--html", str(page)]) == 2
     assert "give a name that ends in .html" in capsys.readouterr().err
     assert not page.exists()
+
+
+MODEL = """
+import torch
+
+def doubled(x, y):
+    return torch.nn.functional.silu(x) * 2 + y
+
+number = 3
+"""
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_compile_for_two_architectures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A function becomes one library; which program it runs is seen when it is loaded."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    monkeypatch.setenv(toolchain.CUDART_VARIABLE, str(build_fake_runtime().cudart_static))
+    (tmp_path / "model.py").write_text(MODEL)
+    function, out = f"{tmp_path / 'model.py'}:doubled", tmp_path / "new" / "build"
+    arguments = ["--shapes", "8x512,8x512:float32", "--dtype", "float32", "--target", "h100,b200"]
+    assert main(["compile", function, *arguments, "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out / 'doubled.so'}\n"
+    for target, arch in (("h100", "sm_90a"), ("b200", "sm_100a")):
+        assert f"for {target} ({arch})" in (out / f"doubled.{target}" / "report.txt").read_text()
+        [ptx] = (out / f"doubled.{target}").glob("*.ptx")
+        assert f".target {arch}" in ptx.read_text()
+        monkeypatch.setenv("FAKE_CUDA_CAPABILITY", arch.strip("sm_a"))
+        program = cs.load(out / "doubled.so")
+        assert program.arch == arch
+        x, y = torch.randn(2, 8, 512)
+        torch.testing.assert_close(program(x, y), torch.nn.functional.silu(x) * 2 + y)
+
+
+def test_compile_says_what_is_wrong(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model.py"
+    model.write_text(MODEL)
+    for arguments, text in (
+        ([str(saved), "--shapes", "8x8"], "a graph has its shapes and types"),
+        ([f"{model}:nothing"], "has no attribute 'nothing'; give FILE.py:NAME or MODULE:NAME"),
+        ([f"{model}:number"], "it is int, and no function"),
+        ([f"{tmp_path / 'no.py'}:f"], "FileNotFoundError"),
+        ([f"{model}:doubled", "--shapes", "8xn"], "--shapes 8xn: give extents and a type"),
+        ([f"{model}:doubled", "--shapes", "8:int9"], "--shapes 8:int9: give extents and a type"),
+    ):
+        assert main(["compile", *arguments, "--out", str(tmp_path)]) == 2
+        assert text in capsys.readouterr().err
+    assert main(["compile", str(saved), "--target", "b900", "--out", str(tmp_path)]) == 1
+    assert "target 'b900': unknown" in capsys.readouterr().err
 
 
 def test_explain_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from cutesuper.runtime import toolchain
 from cutesuper.runtime.arguments import RawTensor
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.compile import compile_kernel
-from cutesuper.runtime.export import export_library
+from cutesuper.runtime.export import Part, export_library
 from cutesuper.runtime.library import load_library, read_metadata
 from cutesuper.runtime.resources import parse_cubin
 from tests import kernels
@@ -28,6 +28,7 @@ if shutil.which("gcc") is None:
     pytest.skip("exporting and recording launches need gcc", allow_module_level=True)
 
 X, Z, Y = 0x7F0000001000, 0x7F0000002000, 0x7F0000003000
+PROGRAM = {"verified": {"trials": 3}, "text": 'ü " \\ \n'}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,18 @@ def library(cache: KernelCache, tmp_path_factory: pytest.TempPathFactory) -> Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(toolchain.CUDART_VARIABLE, str(build_fake_runtime().cudart_static))
         artifact = compile_kernel(kernels.request("scale_add", outputs=(2,)), cache)
-        export_library([artifact], {"verified": {"trials": 3}, "text": 'ü " \\ \n'}, path)
+        export_library([Part([artifact], PROGRAM)], path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def both(cache: KernelCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``scale_add`` for two architectures in one file, against the fake runtime."""
+    path = tmp_path_factory.mktemp("export") / "both.so"
+    requests = [kernels.request("scale_add", arch=a, outputs=(2,)) for a in ("sm_90a", "sm_100a")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(toolchain.CUDART_VARIABLE, str(build_fake_runtime().cudart_static))
+        export_library([Part([compile_kernel(r, cache)], {}) for r in requests], path)
     return path
 
 
@@ -209,6 +221,33 @@ assert launch(0, arguments(x=(0, 0), z=(0, 0, 1024), y=(0, 0)), 5) == 0  # CUDA 
     assert [launch.grid for launch in launches] == [(4, 1, 1), (0, 1, 1)]
 
 
+@pytest.mark.parametrize("capability", [90, 100, 120])
+def test_the_program_for_the_device_is_chosen(
+    cache: KernelCache, both: Path, capability: int
+) -> None:
+    """Of two architectures, when it is loaded; on another device CUDA is asked to run the first."""
+    script = f"""
+from cutesuper.errors import DeviceError
+import os
+os.environ["FAKE_CUDA_CAPABILITY"] = "{capability}"
+library = load_library({str(both)!r})
+hopper, blackwell = library.kernels
+assert (hopper.arch, blackwell.arch) == ("sm_90a", "sm_100a")
+assert library.program() == {int(capability == 100)}
+x, y = (RawTensor(p, (8, 1024), (1024, 1), "bfloat16") for p in ({X}, {Y}))
+chosen, other = (hopper, blackwell)[:: -1 if library.program() else 1]
+chosen.launch([x, x, y, 0.5], stream=0, device=0)
+try:
+    other.launch([x, x, y, 0.5], stream=0, device=0)
+except DeviceError as error:
+    assert "CUDA error 3" in str(error), error
+else:
+    raise AssertionError("kernels of the other program are not loaded")
+"""
+    [launch] = _record(cache, script)
+    assert "ScaleAdd" in launch.kernel and launch.grid == (8, 1, 1)
+
+
 def test_a_relative_name_is_a_file_of_the_current_folder(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +298,7 @@ def test_exporting_follows_no_link(
     target.symlink_to(other)
     (tmp_path / f".x.so.{os.getpid()}").symlink_to(other)
     artifact = compile_kernel(kernels.request("scale_add", outputs=(2,)), cache)
-    export_library([artifact], {}, target)
+    export_library([Part([artifact], {})], target)
     assert other.read_text() == "other"
     assert not target.is_symlink()
     load_library(target)
@@ -272,11 +311,12 @@ def test_the_compiler_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -
 
 def test_metadata(library: Path) -> None:
     metadata = read_metadata(library)
-    [kernel] = metadata["kernels"]
+    [part] = metadata["programs"]
+    [kernel] = part["kernels"]
     assert kernel["name"] == "scale_add"
-    assert metadata["arch"] == "sm_90a"
+    assert part["arch"] == "sm_90a"
     assert kernel["outputs"] == [2]
-    assert metadata["program"] == {"verified": {"trials": 3}, "text": 'ü " \\ \n'}
+    assert part["program"] == PROGRAM
     assert [argument["kind"] for argument in kernel["arguments"]["arguments"]] == [
         "tensor", "tensor", "tensor", "scalar",
     ]  # fmt: skip
@@ -333,7 +373,7 @@ def test_files_that_are_no_exported_kernels(library: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ('"abi": 1', '"abi": 9'),
+        ('"abi": 2', '"abi": 9'),
         ('"fields"', '"feelds"'),
         ('"outputs": [2]', '"outputs": [7]'),
         ('"symbols"', '"symbolx"'),
@@ -342,6 +382,7 @@ def test_files_that_are_no_exported_kernels(library: Path, tmp_path: Path) -> No
         ('"size": 16', '"size": 11'),
         ('"kind": "scalar"', '"kind": "sculpt"'),
         ('{"abi"', "{{abi}"),
+        ('"programs"', '"programz"'),
     ],
 )
 def test_changed_metadata(library: Path, tmp_path: Path, old: str, new: str) -> None:
@@ -362,7 +403,7 @@ def test_real_cudart_without_a_device(cache: KernelCache, tmp_path: Path) -> Non
         pytest.skip("the launch would really happen here")
     artifact = compile_kernel(kernels.request("scale_add", outputs=(2,)), cache)
     path = tmp_path / "real.so"
-    export_library([artifact], {}, path)
+    export_library([Part([artifact], {})], path)
     [kernel] = load_library(path).kernels
     tensor = RawTensor(X, (4, 1024), (1024, 1), "bfloat16")
     with pytest.raises(DeviceError, match=r"loading it on device 0 failed: .* \(CUDA error \d+\)"):
@@ -376,15 +417,17 @@ def test_export_needs_tools(
 ) -> None:
     artifact = compile_kernel(kernels.request("scale_add"), cache)
     with pytest.raises(CompileError, match="the program is not JSON"):
-        export_library([artifact], {"tensor": torch.zeros(1)}, tmp_path / "x.so")
+        export_library([Part([artifact], {"tensor": torch.zeros(1)})], tmp_path / "x.so")
     with pytest.raises(CompileError, match="cannot write"):
-        export_library([artifact], {}, tmp_path / "no" / "such" / "folder.so")
+        export_library([Part([artifact], {})], tmp_path / "no" / "such" / "folder.so")
     other = compile_kernel(kernels.request("scale_add", arch="sm_100a"), cache)
-    with pytest.raises(CompileError, match="kernels for one architecture"):
-        export_library([artifact, other], {}, tmp_path / "x.so")
+    with pytest.raises(CompileError, match="kernels are for one architecture"):
+        export_library([Part([artifact, other], {})], tmp_path / "x.so")
+    with pytest.raises(CompileError, match="for sm_90a, sm_90a; one for each architecture"):
+        export_library([Part([artifact], {}), Part([artifact], {})], tmp_path / "x.so")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(CompileError, match="needs a C compiler"):
-        export_library([artifact], {}, tmp_path / "x.so")
+        export_library([Part([artifact], {})], tmp_path / "x.so")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -402,7 +445,7 @@ def test_on_a_device(cache: KernelCache, tmp_path: Path, exported: bool) -> None
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     if exported:
-        export_library([artifact], {}, tmp_path / "k.so")
+        export_library([Part([artifact], {})], tmp_path / "k.so")
         [kernel] = load_library(tmp_path / "k.so").kernels
         raw = [RawTensor(t.data_ptr(), t.shape, t.stride(), "bfloat16") for t in (x, z, y)]
         kernel.launch([*raw, 0.5], stream=stream.cuda_stream, device=x.device.index)

@@ -24,7 +24,7 @@ LAYERS = (
     ("differentiate", "pipeline", "progress", "report", "store"),
     ("contrib", "given", "tune"),
     ("api", "torch"),
-    ("", "__main__", "cli", "console", "demo", "nn", "ops", "optim", "source_tree"),
+    ("", "__main__", "cli", "console", "crosscompile", "demo", "nn", "ops", "optim", "source_tree"),
 )
 #: lines whose members know each other
 TOGETHER = (6, 8, 9)

@@ -196,6 +196,30 @@ def test_plans_and_instructions_of_workloads(name: str, golden: Any) -> None:
     golden(f"instructions/{name}.txt", "\n".join(lines))
 
 
+#: opcodes of Blackwell that a plan decides: products, accesses to tensor memory, commits, loads
+TENSOR_KEPT = ("UTCHMMA", "LDTM", "STTM", "UTCBAR", "UTMALDG", "LDG.E.128", "STG.E.128", "STAS")
+
+
+def tensor_instructions(plan: Any) -> str:
+    """What is kept of the code for B200, as golden text."""
+    r = check_resources(plan, compiled(plan, B200.arch))
+    lines = [f"{r.threads} threads, {r.shared_bytes} bytes of shared memory, no stack"]
+    return "\n".join(lines + [f"{k:<12}{r.instructions[k]:>4}" for k in TENSOR_KEPT
+                              if r.instructions.get(k)])  # fmt: skip
+
+
+@needs_sass
+@pytest.mark.parametrize(
+    "name", ["norm_linear_16x4096x4096", "norm_linear_4096x4096x4096", "gated_mlp_16x4096x4096"]
+)
+def test_instructions_for_blackwell(name: str, golden: Any) -> None:
+    mu = search(WORKLOADS[name][0], B200).candidates[0].mugraph
+    [step] = mu.steps
+    golden(
+        f"instructions/sm_100a/{name}.txt", tensor_instructions(make_plan(step, mu.tensors, B200))
+    )
+
+
 # ---------------------------------------------------------------------------------------- launches
 
 LAUNCHES = """

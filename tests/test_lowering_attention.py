@@ -19,12 +19,12 @@ from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
 from cutesuper.runtime.toolchain import find_nvdisasm
 from cutesuper.skeletons.attention.plan import AttentionPlan
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.targets import H200
+from cutesuper.targets import B200, H200, Target
 from tests.attention import Attention
 from tests.fake_runtime import record_launches
 from tests.mugraphs import attention, attention_kernel
 from tests.plans import compiled
-from tests.test_lowering import KEPT, check_resources
+from tests.test_lowering import KEPT, check_resources, tensor_instructions
 
 needs_sass = pytest.mark.skipif(find_nvdisasm() is None, reason="needs nvdisasm")
 
@@ -63,9 +63,9 @@ CASES: dict[str, tuple[Attention, bool]] = {
 }  # fmt: skip
 
 
-def plan_of(attention: Attention, dependent: bool = False) -> AttentionPlan:
+def plan_of(attention: Attention, dependent: bool = False, target: Target = H200) -> AttentionPlan:
     mu = attention.mugraph()
-    plan = make_plan(mu.steps[0], mu.tensors, H200, dependent_launch=dependent)
+    plan = make_plan(mu.steps[0], mu.tensors, target, dependent_launch=dependent)
     assert isinstance(plan, AttentionPlan)
     return plan
 
@@ -96,6 +96,13 @@ def test_attention_compiles(name: str, golden: Any) -> None:
     lines += [f"{k:<12}{r.instructions[k]:>4}" for k in KEPT if r.instructions.get(k)]
     golden(f"instructions/attention_{name}.txt", "\n".join(lines))
     golden(f"plans/attention_{name}.txt", plan_text("k0", plan))
+
+
+@needs_sass
+@pytest.mark.parametrize("name", ["decode_grid_cluster", "prefill_causal"])
+def test_instructions_for_blackwell(name: str, golden: Any) -> None:
+    plan = plan_of(*CASES[name], B200)
+    golden(f"instructions/sm_100a/attention_{name}.txt", tensor_instructions(plan))
 
 
 LAUNCH = """

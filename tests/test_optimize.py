@@ -164,6 +164,8 @@ def test_export_and_load(tmp_path: Path) -> None:
     assert torch.equal(program([x, w])[0], kernel(x, w))
     with pytest.raises(ShapeError, match="input W has shape"):
         program(x, w[:-8].contiguous())
+    with pytest.raises(GraphError, match="they compute different graphs"):
+        kernel.export(tmp_path / "both.so", kernel_of("softmax"))
 
 
 # ---------------------------------------------------------------------------- wrong call arguments
@@ -391,6 +393,29 @@ def test_targets() -> None:
         cs.superoptimize(zoo.linear(16, 64, 64), target=consumer)
     if not torch.cuda.is_available():
         assert current_target() is cs.H200
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "target"),
+    [
+        ("NVIDIA GB200", (10, 0), cs.B200),
+        ("NVIDIA GH200 480GB", (9, 0), cs.H200),
+        ("NVIDIA H800", (9, 0), cs.H100),
+        ("NVIDIA B100", (10, 0), cs.B200),
+        ("NVIDIA GeForce RTX 5090", (12, 0), None),
+    ],
+)
+def test_the_target_of_a_device(
+    name: str, capability: tuple[int, int], target: cs.Target | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    if target is not None:
+        assert current_target() is target
+        return
+    with pytest.raises(DeviceError, match=r"5090' \(sm_120\): kernels are written for h200 \("):
+        current_target()
 
 
 # ---------------------------------------------------------------- what is found at the real size

@@ -28,7 +28,7 @@ from cutesuper.ir.graph import KernelGraph, new_kernel_graph, symbol
 from cutesuper.runtime import toolchain
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.compile import CompileRequest, compile_kernel
-from cutesuper.runtime.export import export_library
+from cutesuper.runtime.export import Part, export_library
 from cutesuper.runtime.kernel import CompiledStep, Variant
 from cutesuper.runtime.library import check_metadata, read_metadata
 from cutesuper.runtime.program import _Reader, export_program, load
@@ -109,7 +109,7 @@ def fake_runtime() -> Iterator[None]:
 def one(cache: KernelCache, folder: Path) -> Path:
     g, mu = fused()
     with fake_runtime():
-        export_program(g, compiled(mu, cache, dependent_launch=True), folder / "one.so")
+        export_program(g, [compiled(mu, cache, dependent_launch=True)], folder / "one.so")
     return folder / "one.so"
 
 
@@ -117,7 +117,7 @@ def one(cache: KernelCache, folder: Path) -> Path:
 def two(cache: KernelCache, folder: Path) -> Path:
     g, mu = two_kernels(symbol("M", 32))
     with fake_runtime():
-        export_program(g, compiled(mu, cache), folder / "two.so")
+        export_program(g, [compiled(mu, cache)], folder / "two.so")
     return folder / "two.so"
 
 
@@ -197,9 +197,9 @@ def test_a_kernel_that_is_launched_twice_is_stored_once(cache: KernelCache, fold
     variant = compiled(MuGraph(tensors, ("X",), ("Z",), tuple(blocks)), cache)
     path = folder / "twice.so"
     with fake_runtime():
-        export_program(g, variant, path)
+        export_program(g, [variant], path)
     metadata = read_metadata(path)
-    assert len(metadata["kernels"]) == 1
+    assert len(metadata["programs"][0]["kernels"]) == 1
     script = f"""
     program = load({str(path)!r})
     program.launch([raw(p, 8, 1024) for p in ({X}, {Z}, {Y})], stream=0, device=0)
@@ -371,7 +371,7 @@ def test_programs_are_copied_as_themselves_and_not_pickled(two: Path) -> None:
 def test_a_library_without_a_program(cache: KernelCache, folder: Path) -> None:
     [step] = compiled(fused()[1], cache).steps
     with fake_runtime():
-        export_library([step.artifact], {}, folder / "bare.so")
+        export_library([Part([step.artifact], {})], folder / "bare.so")
     with pytest.raises(FormatError, match="graph"):
         load(folder / "bare.so")
 
@@ -394,15 +394,16 @@ def test_damaged_metadata_is_refused_and_never_crashes(two: Path, junk: Any) -> 
         inner[path[-1]] = junk
         with contextlib.suppress(FormatError):  # some fields may say anything: reports, hints
             check_metadata(damaged, "damaged.so")
-            _Reader(damaged, "damaged.so").read()
+            for part in damaged["programs"]:
+                _Reader(part, "damaged.so").read()
 
 
 def test_a_program_that_writes_an_input(two: Path) -> None:
-    metadata = read_metadata(two)
+    [part] = read_metadata(two)["programs"]
     for places in ([0, 0], [3, 0], [3, 3], [0, 2], [0]):
-        metadata["program"]["steps"][0]["places"] = places
+        part["program"]["steps"][0]["places"] = places
         with pytest.raises(FormatError, match="export it again"):
-            _Reader(metadata, "x.so").read()
+            _Reader(part, "x.so").read()
 
 
 # --- on a GPU ------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ def test_on_a_device(cache: KernelCache, tmp_path: Path, name: str) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the plans are for sm_90a")
     g, mu = fused() if name == "one" else two_kernels(symbol("M", 32))
-    export_program(g, compiled(mu, cache, dependent_launch=name == "one"), tmp_path / "real.so")
+    export_program(g, [compiled(mu, cache, dependent_launch=name == "one")], tmp_path / "real.so")
     script = BLOCKED + textwrap.dedent(f"""
     import torch
     from cutesuper.ir.evaluate import evaluate

@@ -301,7 +301,7 @@ def library(cache: KernelCache, tmp_path_factory: pytest.TempPathFactory) -> Pat
         pytest.skip("exporting needs gcc")
     path = tmp_path_factory.mktemp("programs") / "halves.so"
     with recorded_libraries():
-        export_program(row_sums(symbol("M"))[0], compiled(symbol("M"), cache), path)
+        export_program(row_sums(symbol("M"))[0], [compiled(symbol("M"), cache)], path)
     return path
 
 
@@ -378,23 +378,23 @@ def test_exported_programs_allot_it(library: Path, cuda: Cuda) -> None:
     ids=repr,
 )
 def test_damaged_scratch_is_refused(library: Path, path: tuple[Any, ...], value: Any) -> None:
-    metadata = copy.deepcopy(read_metadata(library))
-    _Reader(metadata, "x.so").read()
-    inner = functools.reduce(lambda v, key: v[key], path[:-1], metadata["program"])
+    [part] = copy.deepcopy(read_metadata(library))["programs"]
+    _Reader(part, "x.so").read()
+    inner = functools.reduce(lambda v, key: v[key], path[:-1], part["program"])
     inner[path[-1]] = value
     with pytest.raises(FormatError, match=r"x\.so.*export it again"):
-        _Reader(metadata, "x.so").read()
+        _Reader(part, "x.so").read()
 
 
 def test_scratch_that_nobody_uses_or_that_is_an_output(library: Path) -> None:
-    metadata = copy.deepcopy(read_metadata(library))
-    metadata["program"]["scratch"].append(dict(metadata["program"]["scratch"][0], name="more"))
+    [part] = copy.deepcopy(read_metadata(library))["programs"]
+    part["program"]["scratch"].append(dict(part["program"]["scratch"][0], name="more"))
     with pytest.raises(FormatError, match="used by several steps, or by none"):
-        _Reader(metadata, "x.so").read()
-    metadata = copy.deepcopy(read_metadata(library))
-    metadata["kernels"][0]["outputs"] = [1, 3]
+        _Reader(part, "x.so").read()
+    [part] = copy.deepcopy(read_metadata(library))["programs"]
+    part["kernels"][0]["outputs"] = [1, 3]
     with pytest.raises(FormatError, match="has scratch memory as its output"):
-        _Reader(metadata, "x.so").read()
+        _Reader(part, "x.so").read()
 
 
 # --- on a GPU ------------------------------------------------------------------------------------

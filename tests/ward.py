@@ -98,8 +98,11 @@ def verdict(
 def readable(ptx: str) -> str:
     """The PTX without what says nothing and the verifier does not know: the usual treatment of an
     operand that is read again, a mask of lanes that hides none; and 64-bit loads of values that two
-    threads have written, as two loads."""
+    threads have written, as two loads. Descriptors with their highest bit are written unsigned."""
     ptx = ptx.replace(".collector::a::discard", "")
+    ptx = re.sub(
+        r"((?:or|add)\.[bs]64\s.*, )-(\d{18,});", lambda m: f"{m[1]}{2**64 - int(m[2])};", ptx
+    )
     zeros = set(re.findall(r"mov\.b32\s+(%r\d+), 0;", ptx))
     lines: list[str] = []
     for n, line in enumerate(ptx.splitlines()):

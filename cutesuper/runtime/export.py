@@ -2,27 +2,31 @@
 
 The library needs only libc and the CUDA driver: no CuTe DSL, no Python, no nvcc. It holds the plain
 launch code of every kernel with the device code inside, the DSL's static launch runtime and static
-cudart (about 1 MB), and exports four symbols with the C interface::
+cudart (about 1 MB), and exports five symbols with the C interface::
 
     const char cutesuper_metadata[];                       // JSON, also section .cutesuper, where
                                                            // the checksum of the file follows it
+    int cutesuper_program(int device);                     // the program for it; -1: the current
     int cutesuper_load(int device);                        // once per device; cudaError_t
     int cutesuper_launch(int kernel, void **arguments, int count);
     const char *cutesuper_error_text(int status);
 
-``kernel`` is an index into the ``kernels`` of the metadata. ``arguments`` are addresses, the last
-one that of the stream; each points to a scalar, or to
+There is one program for each architecture, listed in ``programs`` of the metadata; the first one
+serves devices that none is for, if CUDA allows it. ``kernel`` is an index into the ``kernels`` of
+all programs in order; those of the device's program are loaded. ``arguments`` are addresses, the
+last one that of the stream; each points to a scalar, or to
 ``{pointer; dynamic extents; dynamic strides}`` in the layout that ``arguments[i].layout`` in the
 metadata gives. The metadata of whole programs is described in `cutesuper.runtime.program`, and
 functions that run a whole program from C in `cutesuper.runtime.c_interface`.
 
-Both functions return 0, or an error of the CUDA runtime (``cudaError_t``). These errors are found
-before the GPU is used:
+Loading and launching return 0, or an error of the CUDA runtime (``cudaError_t``). These errors are
+found before the GPU is used:
 
 * 1 (``cudaErrorInvalidValue``): there is no such kernel; ``arguments``, or one of them, is NULL;
   ``count`` is not that of the kernel's arguments and the stream; an extent is negative; the pointer
   of a tensor that is not empty is NULL;
-* 3 (``cudaErrorInitializationError``): ``cutesuper_load`` was not called before;
+* 3 (``cudaErrorInitializationError``): ``cutesuper_load`` was not called before, or the kernel is
+  of another program;
 * 101 (``cudaErrorInvalidDevice``): there can be no such device.
 
 ``dlopen`` looks for a name without a slash in ``LD_LIBRARY_PATH``: open ``./program.so``, or better
@@ -35,6 +39,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +49,7 @@ from cutesuper.runtime.c_interface import Interface
 from cutesuper.runtime.cache import OBJECT, CacheEntry
 from cutesuper.runtime.library import ABI_VERSION, MAX_COUNT, sealed
 from cutesuper.runtime.private import replace_file, temporary_folder
+from cutesuper.runtime.resources import arch_number
 from cutesuper.runtime.toolchain import (
     require_c_compiler,
     require_cudart_static,
@@ -66,6 +72,8 @@ _SHIM = r"""
 
 KERNELS(DECLARE)
 extern const char *cudaGetErrorString(int status);
+extern int cudaGetDevice(int *device);
+extern int cudaDeviceGetAttribute(int *value, int attribute, int device);
 
 __attribute__((used, section(".cutesuper"))) const char cutesuper_metadata[] = { METADATA, 0 };
 
@@ -75,6 +83,10 @@ static const struct {
     const field *fields;
 } kernels[] = { KERNELS(ENTRY) };
 enum { KERNEL_COUNT = sizeof kernels / sizeof *kernels };
+
+/* of each program the compute capability, as 90, and its first kernel; ends with KERNEL_COUNT */
+static const struct { int capability, first; } programs[] = { PROGRAMS { 0, KERNEL_COUNT } };
+enum { PROGRAM_COUNT = sizeof programs / sizeof *programs - 1, MAJOR = 75, MINOR = 76 };
 
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
 static void *libraries[KERNEL_COUNT];
@@ -96,13 +108,28 @@ static int load_kernel(int kernel, int device)
     return status;
 }
 
+int cutesuper_program(int device)
+{
+    int major = 0, minor = 0, n;
+    if (PROGRAM_COUNT == 1 || (device < 0 && cudaGetDevice(&device))
+            || cudaDeviceGetAttribute(&major, MAJOR, device)
+            || cudaDeviceGetAttribute(&minor, MINOR, device))
+        return 0;
+    for (n = 0; n < PROGRAM_COUNT; n++)
+        if (programs[n].capability == 10 * major + minor)
+            return n;
+    return 0;
+}
+
 int cutesuper_load(int device)
 {
-    int status = 0, kernel;
+    int status = 0, program, kernel;
     if (device < 0 || device >= 256)
         return 101;  /* cudaErrorInvalidDevice */
+    program = cutesuper_program(device);
     pthread_mutex_lock(&guard);
-    for (kernel = 0; kernel < KERNEL_COUNT && !status; kernel++)
+    kernel = programs[program].first;
+    for (; kernel < programs[program + 1].first && !status; kernel++)
         status = load_kernel(kernel, device);
     pthread_mutex_unlock(&guard);
     return status;
@@ -162,35 +189,57 @@ _FIELD = """typedef struct {
 _EXPORTS = "{{ global: cutesuper_*; {}local: *; }};\n"
 
 
+@dataclass(frozen=True)
+class Part:
+    """The program of a library for one architecture.
+
+    Attributes:
+        artifacts: one or more kernels for it.
+        program: a JSON object to store with them: how they make up the program.
+    """
+
+    artifacts: Sequence[Artifact]
+    program: Mapping[str, Any]
+
+    @property
+    def arch(self) -> str:
+        """The architecture. Raises CompileError if there are several."""
+        archs = sorted({artifact.arch for artifact in self.artifacts})
+        if len(archs) != 1:
+            names = " + ".join(artifact.name for artifact in self.artifacts)
+            raise CompileError(f"exporting {names}: a program's kernels are for one architecture")
+        return archs[0]
+
+
 def export_library(
-    artifacts: Sequence[Artifact],
-    program: Mapping[str, Any],
-    path: str | os.PathLike[str],
-    interface: Interface | None = None,
+    parts: Sequence[Part], path: str | os.PathLike[str], interface: Interface | None = None
 ) -> None:
     """Link kernels into a shared library at ``path`` (replaced atomically).
 
     Args:
-        artifacts: one or more kernels for one architecture.
-        program: a JSON object to store with them: how they make up a program.
+        parts: one for each architecture; the first one is for other devices as well.
         path: the file to write.
         interface: functions that run the program.
 
     Raises:
         FormatError: when ``path`` is not the name of a file.
-        CompileError: when ``program`` is not JSON, a C compiler or ``libcudart_static.a`` is
-            missing, or compiling, linking or writing fails.
+        CompileError: when a program is not JSON, or two are for one architecture; when a C compiler
+            or ``libcudart_static.a`` is missing, or compiling, linking or writing fails.
     """
-    name = " + ".join(artifact.name for artifact in artifacts)
-    if len({artifact.arch for artifact in artifacts}) != 1:
-        raise CompileError(f"exporting {name}: one library holds kernels for one architecture")
-    entries = [artifact.plain() for artifact in artifacts]
-    text = _metadata_text(name, artifacts, entries, program)
+    name = " + ".join(artifact.name for part in parts for artifact in part.artifacts)
+    archs = [part.arch for part in parts]
+    if len(set(map(arch_number, archs))) < len(archs):
+        raise CompileError(
+            f"exporting {name}: programs for {', '.join(archs)}; one for each architecture"
+        )
+    entries = [artifact.plain() for part in parts for artifact in part.artifacts]
+    text = _metadata_text(name, parts, entries)
     target = Path(as_path("export", path))
     seal = hashlib.sha256(text.encode()).hexdigest()  # place of the checksum: any such text
     with temporary_folder() as folder:
         extra = _write_interface(folder, interface, target.name)
-        built = _link(folder, name, entries, f"{text}\0{seal}", extra)
+        names = _programs(parts) + _names(entries, f"{text}\0{seal}")
+        built = _link(folder, name, entries, names, extra)
         try:
             # A new file under the old name: a process that has the old one loaded keeps it.
             replace_file(target, sealed(built.read_bytes(), seal.encode()))
@@ -198,47 +247,50 @@ def export_library(
             raise CompileError(f"exporting {name}: cannot write {target}: {error}") from error
 
 
-def _metadata_text(
-    name: str,
-    artifacts: Sequence[Artifact],
-    entries: Sequence[CacheEntry],
-    program: Mapping[str, Any],
-) -> str:
-    kernels = [
+def _metadata_text(name: str, parts: Sequence[Part], entries: Sequence[CacheEntry]) -> str:
+    left = iter(entries)
+    programs = [
         {
-            "name": artifact.name,
-            "digest": entry.digest,
-            "arguments": entry.meta["arguments"],
-            "outputs": list(artifact.request.outputs),
-            "launches": entry.meta["launches"],
+            "arch": part.arch,
+            "kernels": [_kernel(artifact, next(left)) for artifact in part.artifacts],
+            "program": dict(part.program),
         }
-        for artifact, entry in zip(artifacts, entries, strict=True)
+        for part in parts
     ]
-    metadata = {
-        "abi": ABI_VERSION,
-        "version": __version__,
-        "arch": artifacts[0].arch,
-        "kernels": kernels,
-        "program": dict(program),
-    }
+    metadata = {"abi": ABI_VERSION, "version": __version__, "programs": programs}
     try:
         return json.dumps(metadata, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise CompileError(f"exporting {name}: the program is not JSON: {error}") from error
 
 
+def _kernel(artifact: Artifact, entry: CacheEntry) -> dict[str, Any]:
+    return {
+        "name": artifact.name,
+        "digest": entry.digest,
+        "arguments": entry.meta["arguments"],
+        "outputs": list(artifact.request.outputs),
+        "launches": entry.meta["launches"],
+    }
+
+
+def _programs(parts: Sequence[Part]) -> str:
+    """The definition of the table of programs for the shim."""
+    found, first = "", 0
+    for part in parts:
+        found += f"{{ {arch_number(part.arch)}, {first} }}, "
+        first += len(part.artifacts)
+    return f"#define PROGRAMS {found}\n"
+
+
 def _link(
-    folder: Path,
-    name: str,
-    entries: Sequence[CacheEntry],
-    metadata: str,
-    extra: Sequence[str],
+    folder: Path, name: str, entries: Sequence[CacheEntry], names: str, extra: Sequence[str]
 ) -> Path:
     objects = [folder / f"kernel{index}.o" for index in range(len(entries))]
     for path, entry in zip(objects, entries, strict=True):
         path.write_bytes(entry.files[OBJECT])
     (folder / "shim.c").write_text(_SHIM)
-    (folder / "names.h").write_text(_names(entries, metadata))
+    (folder / "names.h").write_text(names)
     built = folder / "kernels.so"
     command = [require_c_compiler(), "-shared", "-fPIC", "-O2", "-s", "-o", str(built)]
     command += ["-include", str(folder / "names.h"), str(folder / "shim.c"), *map(str, objects)]

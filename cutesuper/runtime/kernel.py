@@ -17,6 +17,7 @@ from cutesuper.ir.block import MuGraph
 from cutesuper.ir.definitions import Defined
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.serial import to_dict
 from cutesuper.runtime.calling import Launches, Picker, Program, picker
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.memory import Pair, Use, homes, overwritten
@@ -420,26 +421,37 @@ class Kernel(Program):
             raise FormatError(f"draw: cannot write {file}: {error.strerror or error}") from error
 
     def export(
-        self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *others: Kernel,
+        header: str | os.PathLike[str] | None = None,
     ) -> None:
         """Write a self-contained shared library that `cutesuper.load` reads back.
 
-        It needs neither CuTe DSL nor a compiler to run. With symbolic extents it holds the variant
-        for the symbols' hints, which computes every batch size.
+        It needs neither CuTe DSL nor a compiler to run, and the GPU that it is for is not needed to
+        write it. With symbolic extents it holds the variant for the symbols' hints, which computes
+        every batch size.
 
         Args:
-            path: of the library.
+            path: the file.
+            others: the same graph, optimized for other architectures; the program for the current
+                GPU is chosen when the library is loaded.
             header: of a file to write for programs in C and C++: the library then has functions
                 called after it, ``x_run`` and others for ``x.h``, that run everything.
 
         Raises:
             FormatError: ``path`` is not the name of a file, or ``header`` no name in C.
-            CompileError: no C compiler or no static CUDA runtime to link with, or the file cannot
-                be written.
+            OptionError: functions of C for programs of several architectures.
+            GraphError: another one is of another graph.
+            CompileError: two for one architecture, no C compiler or no static CUDA runtime to link
+                with, or the file cannot be written.
         """
         from cutesuper.runtime.program import export_program
 
-        export_program(self.graph, self._main, path, header)
+        if any(to_dict(other.graph) != to_dict(self.graph) for other in others):
+            raise GraphError(f"export {self!r}, {', '.join(map(repr, others))}: they compute "
+                             "different graphs; give programs of one graph")  # fmt: skip
+        export_program(self.graph, [k._main for k in (self, *others)], path, header)
 
     def __repr__(self) -> str:
         names = ", ".join(s.name for s in self.kernels)

@@ -22,7 +22,7 @@ from cutesuper.runtime.arguments import RawTensor, check_description, pack_argum
 from cutesuper.runtime.elf import parse_elf
 from cutesuper.runtime.private import exposure
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 #: arguments of one kernel, the stream among them
 MAX_COUNT = 256
 
@@ -34,7 +34,7 @@ _EXTENTS = {"i32": struct.Struct("<i"), "i64": struct.Struct("<q")}
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The metadata of an exported library, validated, without running any of its code.
 
-    Only ``program`` is not validated: it belongs to `cutesuper.runtime.program`.
+    Only each ``program`` is not validated: it belongs to `cutesuper.runtime.program`.
 
     Raises:
         FormatError: when the file is missing, no exported library, of another version, or others
@@ -120,11 +120,15 @@ def check_metadata(metadata: Any, what: str) -> None:
         raise FormatError(
             f"{what}: exported with interface version {abi}, this is {ABI_VERSION}; export it again"
         )
-    _check_fields(metadata, {"version": str, "arch": str, "kernels": list, "program": dict}, what)
-    if not metadata["kernels"]:
-        raise FormatError(f"{what}: there is no kernel in it; export it again")
-    for kernel in metadata["kernels"]:
-        _check_kernel(kernel, what)
+    _check_fields(metadata, {"version": str, "programs": list}, what)
+    if not metadata["programs"]:
+        raise FormatError(f"{what}: there is no program in it; export it again")
+    for part in metadata["programs"]:
+        _check_fields(part, {"arch": str, "kernels": list, "program": dict}, what)
+        if not part["kernels"]:
+            raise FormatError(f"{what}: there is no kernel in it; export it again")
+        for kernel in part["kernels"]:
+            _check_kernel(kernel, what)
 
 
 def _check_kernel(kernel: Any, what: str) -> None:
@@ -151,7 +155,7 @@ class ExportedLibrary:
 
     Attributes:
         metadata: validated, see `read_metadata`.
-        kernels: its kernels in order.
+        kernels: the kernels of all programs, in order.
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> None:
@@ -166,9 +170,18 @@ class ExportedLibrary:
             self._library.cutesuper_error_text.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
             raise CompileError(f"{os.fsdecode(path)}: cannot load it: {error}") from error
+        records = [(p["arch"], kernel) for p in metadata["programs"] for kernel in p["kernels"]]
         self.kernels = tuple(
-            ExportedKernel(self, index, record) for index, record in enumerate(metadata["kernels"])
+            ExportedKernel(self, index, arch, record)
+            for index, (arch, record) in enumerate(records)
         )
+
+    def program(self) -> int:
+        """The index of the program for the current device; 0 if there is none for it.
+
+        The library asks the CUDA driver if there are several.
+        """
+        return int(self._library.cutesuper_program(-1))
 
     def launch(self, kernel: ExportedKernel, addresses: Sequence[int], device: int) -> None:
         """Launch a kernel with the addresses of its arguments, the stream's last.
@@ -191,10 +204,9 @@ class ExportedLibrary:
         with self._lock:
             status = self._load(device)
             if status:
-                names = ", ".join(kernel.name for kernel in self.kernels)
+                names = ", ".join(f"{kernel.name} ({kernel.arch})" for kernel in self.kernels)
                 raise DeviceError(
-                    f"{names} ({self.metadata['arch']}): loading it on device {device} failed: "
-                    f"{self._error_text(status)}"
+                    f"{names}: loading it on device {device} failed: {self._error_text(status)}"
                 )
             self._ready.add(device)
 
@@ -204,12 +216,16 @@ class ExportedKernel:
 
     Attributes:
         index: its place in the library.
+        arch: that it was compiled for.
         name: as it was compiled.
         arguments: described arguments, see :mod:`cutesuper.runtime.arguments`.
         outputs: indices of the arguments that it writes.
     """
 
-    def __init__(self, library: ExportedLibrary, index: int, record: Mapping[str, Any]) -> None:
+    def __init__(
+        self, library: ExportedLibrary, index: int, arch: str, record: Mapping[str, Any]
+    ) -> None:
+        self.arch = arch
         self.name = str(record["name"])
         self.arguments: list[dict[str, Any]] = record["arguments"]["arguments"]
         self.outputs: list[int] = record["outputs"]
@@ -218,7 +234,7 @@ class ExportedKernel:
         self.index = index
 
     def __repr__(self) -> str:
-        return f"ExportedKernel({self.name}, {self._library.metadata['arch']})"
+        return f"ExportedKernel({self.name}, {self.arch})"
 
     def launch(self, values: Sequence[Any], *, stream: int, device: int) -> None:
         """Launch with :class:`RawTensor` and numbers; needs no PyTorch.

@@ -1,7 +1,7 @@
 """Whole programs as shared libraries: `export_program` writes one, `load` reads it back to call.
 
-`cutesuper.runtime.export` holds the kernels; this module connects them to a program. Metadata
-``program``, where a shape is a list of extents, symbols by name::
+`cutesuper.runtime.export` holds the kernels; this module connects them to a program, one for each
+architecture. Metadata ``program``, where a shape is a list of extents, symbols by name::
 
     {"graph": {...},                       # the kernel graph, see cutesuper.ir.serial
      "inputs": [{"name": "X", "shape": ["M", 4096], "dtype": "float16"}, ...],
@@ -25,7 +25,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
-from cutesuper.errors import CompileError, CutesuperError, FormatError, OperatorError, ShapeError
+from cutesuper.errors import (
+    CompileError,
+    CutesuperError,
+    FormatError,
+    OperatorError,
+    OptionError,
+    ShapeError,
+)
 from cutesuper.ir import serial
 from cutesuper.ir.arguments import as_path
 from cutesuper.ir.definitions import added, definition, names_of
@@ -34,10 +41,10 @@ from cutesuper.ir.dtypes import ALL
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.arguments import RawTensor
-from cutesuper.runtime.c_interface import Step, Wiring, c_interface, name_of
+from cutesuper.runtime.c_interface import Interface, Step, Wiring, c_interface, name_of
 from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.checks import ALIGNMENT
-from cutesuper.runtime.export import export_library
+from cutesuper.runtime.export import Part, export_library
 from cutesuper.runtime.library import CompactLaunch, ExportedLibrary, fits_compact, read_metadata
 from cutesuper.runtime.private import replace_file
 from cutesuper.runtime.scratch import Need, ScratchMemory, places_of
@@ -50,25 +57,62 @@ if TYPE_CHECKING:
 # --- writing -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Linked:
+    """A program for one architecture, ready to be written.
+
+    Attributes:
+        wiring: its steps count through ``artifacts``.
+        artifacts: the kernels.
+        program: the rest of the metadata.
+    """
+
+    wiring: Wiring
+    artifacts: Sequence[Artifact]
+    program: Mapping[str, Any]
+
+    @property
+    def part(self) -> Part:
+        """The kernels, with all metadata for `load`."""
+        w = self.wiring
+        steps = [{"kernel": s.kernel, "places": list(s.places)} for s in w.steps]
+        told = {"inputs": w.inputs, "outputs": w.outputs, "intermediates": w.between,
+                "scratch": w.scratch, "steps": steps, **self.program}  # fmt: skip
+        return Part(self.artifacts, told)
+
+    def interface(self, name: str) -> Interface:
+        """The functions of C that run it, called after a name."""
+        kernels = [
+            {"arguments": a.plain().meta["arguments"], "outputs": list(a.request.outputs)}
+            for a in self.artifacts
+        ]
+        return c_interface(name, self.wiring, kernels)
+
+
 def export_program(
     graph: KernelGraph,
-    variant: Variant,
+    variants: Sequence[Variant],
     path: str | os.PathLike[str],
     header: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write all kernels of a program, and the metadata for `load`, to ``path``.
+    """Write all kernels of programs of one graph, and the metadata for `load`, to ``path``.
 
     Args:
         graph: the definition.
-        variant: the program.
+        variants: one for each architecture.
         path: of the library.
         header: of a file to write, which declares functions of C (`runtime.c_interface`).
 
     Raises:
         FormatError: ``header`` has no name that functions can be called after.
-        CompileError: no C compiler or no static CUDA runtime to link with, or ``path`` cannot be
-            written.
+        OptionError: a header, and several programs.
+        CompileError: two programs for one architecture, no C compiler or no static CUDA runtime to
+            link with, or ``path`` cannot be written.
     """
+    write_programs([_linked(graph, variant) for variant in variants], path, header)
+
+
+def _linked(graph: KernelGraph, variant: Variant) -> Linked:
     artifacts: dict[str, Artifact] = {}
     wiring = wired(graph, variant, artifacts)
     program = {
@@ -76,40 +120,35 @@ def export_program(
         "report": variant.report,
         "operators": {name: definition(TABLE[name]) for name in added(names_of(graph))},
     }
-    write_program(wiring, list(artifacts.values()), program, path, header)
+    return Linked(wiring, list(artifacts.values()), program)
 
 
-def write_program(
-    wiring: Wiring,
-    artifacts: Sequence[Artifact],
-    program: Mapping[str, Any],
+def write_programs(
+    programs: Sequence[Linked],
     path: str | os.PathLike[str],
     header: str | os.PathLike[str] | None,
 ) -> None:
-    """Write kernels and their wiring to a library, and the header to call it from C.
+    """Write programs to a library, and the header to call the only one from C.
 
     Args:
-        wiring: of the program; its steps count through ``artifacts``.
-        artifacts: the kernels.
-        program: the rest of the metadata.
+        programs: one for each architecture.
         path: as for `export_program`.
         header: as for `export_program`.
 
     Raises:
-        FormatError, CompileError: as `export_program`.
+        FormatError, OptionError, CompileError: as `export_program`.
     """
-    steps = [{"kernel": s.kernel, "places": list(s.places)} for s in wiring.steps]
-    told = {"inputs": wiring.inputs, "outputs": wiring.outputs, "intermediates": wiring.between,
-            "scratch": wiring.scratch, "steps": steps, **program}  # fmt: skip
+    parts = [program.part for program in programs]
     if header is None:
-        return export_library(artifacts, told, path)
+        return export_library(parts, path)
+    if len(programs) > 1:
+        raise OptionError(
+            f"export(header={str(header)!r}): functions of C run a program for one architecture, "
+            f"and there are {len(programs)}; write a library for each"
+        )
     file = Path(as_path("export", header))
-    kernels = [
-        {"arguments": a.plain().meta["arguments"], "outputs": list(a.request.outputs)}
-        for a in artifacts
-    ]
-    interface = c_interface(name_of(file), wiring, kernels)
-    export_library(artifacts, told, path, interface)
+    interface = programs[0].interface(name_of(file))
+    export_library(parts, path, interface)
     try:
         replace_file(file, interface.header.encode())
     except OSError as error:
@@ -213,11 +252,11 @@ class _Layout:
 
 
 class _Reader:
-    """Checker of a library's metadata ``program`` against its graph and its kernels."""
+    """Checker of one of a library's ``programs`` against its graph and its kernels."""
 
-    def __init__(self, metadata: Mapping[str, Any], what: str) -> None:
-        self.kernels: list[dict[str, Any]] = metadata["kernels"]
-        self.program: dict[str, Any] = metadata["program"]
+    def __init__(self, part: Mapping[str, Any], what: str) -> None:
+        self.kernels: list[dict[str, Any]] = part["kernels"]
+        self.program: dict[str, Any] = part["program"]
         self.what = what
 
     def read(self) -> _Layout:
@@ -379,7 +418,8 @@ class ExportedProgram(Program):
     """A program from a shared library; calling it is described in `Program`.
 
     Needs neither CuTe DSL nor a compiler. With symbolic extents it has the kernels for the symbols'
-    hints, which compute every batch size.
+    hints, which compute every batch size. Of several programs it is the one for the GPU that is the
+    current one when it is loaded, or the first one.
 
     Attributes:
         graph: the definition.
@@ -392,12 +432,16 @@ class ExportedProgram(Program):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = os.path.abspath(as_path("load", path))  # one file, whatever the folder is later
         metadata = read_metadata(path)
-        self._layout = _Reader(metadata, os.fsdecode(path)).read()
-        super().__init__(self._layout.graph, str(metadata["arch"]))
-        self.version = str(metadata["version"])
+        parts = metadata["programs"]
+        layouts = [_Reader(part, os.fsdecode(path)).read() for part in parts]
         # Code of the file runs only now, after everything has been checked.
         library = ExportedLibrary(path, metadata)
-        self._steps = [(library.kernels[kernel], places) for kernel, places in self._layout.steps]
+        chosen = library.program()
+        self._layout = layouts[chosen]
+        super().__init__(self._layout.graph, str(parts[chosen]["arch"]))
+        self.version = str(metadata["version"])
+        first = sum(len(part["kernels"]) for part in parts[:chosen])
+        self._steps = [(library.kernels[first + n], places) for n, places in self._layout.steps]
         self._compact = [(CompactLaunch(library, kernel), places) for kernel, places in self._steps]
 
     def _check_operators(self) -> None:

@@ -23,7 +23,7 @@ from cutesuper.runtime.c_interface import Step, Wiring
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.memory import Use, homes
-from cutesuper.runtime.program import wired, write_program
+from cutesuper.runtime.program import Linked, wired, write_programs
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def export_trace(
     written = [a.request.outputs for a in artifacts]
     program = {"graph": None, "report": report, "operators": {}}
     wiring = _joined(found, outputs, written, reader.refusal)
-    write_program(wiring, artifacts, program, *paths)
+    write_programs([Linked(wiring, artifacts, program)], *paths)
 
 
 def _joined(
