@@ -113,7 +113,7 @@ class CompiledCandidate:
             CompiledStep(plan, compile_kernel(request, cache))
             for plan, request in zip(self.plans, self.requests, strict=True)
         )
-        launches = Variant(self.mugraph, steps, "").launches
+        launches = Variant(self.mugraph, steps).launches
         inputs, outputs = problem.inputs, problem.outputs
         device = inputs[0][0].device
         between = [
