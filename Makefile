@@ -24,6 +24,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 BENCH_STAMP := $(VENV)/.ready-bench
 
+# pip compiles nothing (scripts/setup_venv.sh): what is imported is compiled then, and kept
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup demo test tests lint style types ptx-test gpu-test bench golden docs clean

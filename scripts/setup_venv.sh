@@ -61,5 +61,6 @@ case $torch in
 esac
 echo "setup: $venv with torch from: $torch ${found%% *}"
 
+# compiling all of PyTorch and transformers takes half a minute; a tenth of it is ever imported
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
     --constraint "$constraints" --editable "$here$extras"

@@ -4,6 +4,7 @@
   (``<!-- readme -->``: what stands before the first one), so that nothing is written twice.
 * Links that lead out of ``docs/`` work where the repository is read, and are text in the site;
   pictures from there are copied.
+* Blocks of text of up to three lines, messages that are, wrap; longer ones are tables, and scroll.
 * Comments are left out: they hold code that the tests of the pages run (``tests/test_docs.py``).
 """
 
@@ -18,6 +19,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 README = re.compile(r"<!-- readme(?:: (.*?))? -->")
+MESSAGE = re.compile(r"^```text\n((?:\S.*\n){1,3})```$", re.MULTILINE)
 COMMENT = re.compile(r"^<!--.*?-->\n?", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 PICTURES = (".png", ".svg")
@@ -32,7 +34,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     own = LINK.sub(link(posixpath.join("docs", here)), markdown)
     text = README.sub(lambda m: LINK.sub(link(""), readme_section(m[1])), own)
-    return COMMENT.sub("", text)
+    return COMMENT.sub("", MESSAGE.sub(r"```{.text .message}\n\1```", text))
 
 
 def readme_section(title: str | None) -> str:

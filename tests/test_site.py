@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,16 @@ def test_what_is_hidden_in_pages_is_not_in_the_site(site: dict[str, Page]) -> No
     assert "<!-- setup" in (ROOT / "docs/ops.md").read_text()
     assert not [n for n, page in site.items() if "<!--" in page.text]
     assert "torch.randn(6, 6, 8)" not in site["ops.html"].text
+
+
+def test_messages_wrap() -> None:
+    """They are sentences; longer outputs are tables, which scroll."""
+    hooks = importlib.import_module("scripts.site_hooks")
+    text = "```text\na message\n```\n\n```text\na\n  table\n```\n"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+    made = hooks.on_page_markdown(text, page, {}, [])
+    assert made == "```{.text .message}\na message\n```\n\n```text\na\n  table\n```\n"
+    assert ".message code" in (ROOT / "docs/site.css").read_text()
 
 
 def test_the_first_page_is_the_readme(site: dict[str, Page]) -> None:

@@ -26,9 +26,6 @@ from cutesuper.errors import FormatError
 from cutesuper.ir.dtypes import ALL, INTEGERS
 from cutesuper.runtime.checks import ALIGNMENT, MAX_ELEMENTS
 
-#: boundary of tensors in the workspace, in bytes: what cudaMalloc gives, and a whole line of L2
-WORKSPACE_ALIGNMENT = 256
-
 #: a number; a symbol by name, or a product, ``"8*M"``; or ``[extent, tile]``: a number of tiles
 Extent = int | str | list[Any]
 
@@ -371,6 +368,7 @@ extern int cudaMemsetAsync(void *to, int value, size_t bytes, void *stream);
 extern int cutesuper_load(int device), cutesuper_launch(int kernel, void **arguments, int count);
 extern const char *cutesuper_error_text(int status);
 
+/* what cudaMalloc gives, and whole lines of L2 */
 #define ALIGNED(n) (((n) + 255) & ~(int64_t)255)
 
 static inline int64_t times(int64_t a, int64_t b)

@@ -164,7 +164,7 @@ def wired(graph: KernelGraph, variant: Variant, artifacts: dict[str, Artifact]) 
     first = len(border["inputs"]) + len(border["outputs"])
     specs = [variant.mugraph.tensors[n] for n in variant.names[first:]]
     between = [_tensor(t.name, t.shape, t.dtype.name) for t in specs]
-    scratch = [
+    scratch: list[dict[str, Any]] = [
         {"name": f"scratch{n}", "shape": _tiles(s.shape), "dtype": s.dtype, "zeroed": s.zeroed}
         for n, s in enumerate(variant.scratch)
     ]

@@ -110,7 +110,7 @@ def _input(
     if t is None and part.optional:
         return None
     allowed = INTEGERS if part.labels else FLOATS
-    check_tensor(f"{call}: {part.name}", t, allowed, (head.parts[0].name, tensors[0]))
+    t = check_tensor(f"{call}: {part.name}", t, allowed, (head.parts[0].name, tensors[0]))
     front = lead if part.rows else ()
     inner = tuple(int(n) for n in t.shape[len(front) :])
     if tuple(t.shape[: len(front)]) != front or len(inner) != part.rank or 0 in inner:

@@ -267,8 +267,8 @@ def _check_tensors(definition: Definition, tensors: Sequence[Any], call: str) ->
 
 def check_tensor(
     what: str, t: Any, allowed: Sequence[torch.dtype], first: tuple[str, torch.Tensor]
-) -> None:
-    """Check an argument of a call, but for its shape.
+) -> torch.Tensor:
+    """An argument of a call, checked but for its shape.
 
     Args:
         what: call and argument, for messages.
@@ -293,6 +293,7 @@ def check_tensor(
         raise DeviceError(
             f"{what} is on {t.device}, {first[0]} on {first[1].device}; move all to one device"
         )
+    return t
 
 
 def _input(o: Operand, t: torch.Tensor, x: torch.Tensor, width: int, call: str) -> Input:
