@@ -181,9 +181,11 @@ class AdamW(torch.optim.AdamW):
         """The factor of all gradients, of one pass that computes their norm."""
         if self.max_norm is None or not gradients:
             return None
-        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-        first = gradients[0].device
-        norm = torch.linalg.vector_norm(torch.stack([n.to(first) for n in norms]))
+        parted = [g for g in gradients if _local(g) is not g]
+        own = [g for g in gradients if _local(g) is g]
+        first = _local(gradients[0]).device
+        norms = [_norm(some).to(first) for some in (parted, own) if some]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         self.grad_norm = norm
         return (self.max_norm / (norm + _CLIP_EPS)).clamp(max=1.0).view(1, 1)
 
@@ -200,15 +202,18 @@ class AdamW(torch.optim.AdamW):
         torch._foreach_add_(steps, 1.0)
         same = not steps[0].is_cuda and len({s.item() for s in steps}) == 1
         kinds: dict[tuple[_Kind, torch.device], list[int]] = {}
-        for n, (p, state) in enumerate(zip(params, states, strict=True)):
-            kind = _kind_of(group, p, state, same, clip is not None)
-            kinds.setdefault((kind, p.device), []).append(n)
+        own = [{"param": p.detach(), "grad": p.grad, **s}
+               for p, s in zip(params, states, strict=True)]  # fmt: skip
+        own = [{name: _local(t) for name, t in given.items()} for given in own]
+        for n, given in enumerate(own):
+            if given["param"].numel():  # of a sharded one other processes may have all
+                kind = _kind_of(group, given, same, clip is not None)
+                kinds.setdefault((kind, given["param"].device), []).append(n)
         for (kind, device), which in kinds.items():
-            some = [{"param": params[n].detach(), "grad": params[n].grad, **states[n]}
-                    for n in which]  # fmt: skip
             numbers = _numbers(group, [steps[n] for n in (which[:1] if same else which)])
             if same:  # in places of 16 bytes
                 numbers = numbers.expand(-1, 4).contiguous()
+            some = [own[n] for n in which]
             self._run(kind, some, numbers.to(device, non_blocking=True), clip)
         torch.autograd.graph.increment_version(params)
 
@@ -280,15 +285,28 @@ class AdamW(torch.optim.AdamW):
                     self.state[p][name] = wide.to(p.device, torch.float32)
 
 
+def _local(t: Any) -> torch.Tensor:
+    """The part of this process of a sharded tensor (`torch.distributed.tensor.DTensor`)."""
+    found: torch.Tensor = t.to_local() if hasattr(t, "to_local") else t
+    return found
+
+
+def _norm(gradients: list[Any]) -> torch.Tensor:
+    """The norm of all elements, float32, of all processes for sharded tensors."""
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+    first = norms[0].device
+    norm: Any = torch.linalg.vector_norm(torch.stack([n.to(first) for n in norms]))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
 def _kind_of(
-    group: dict[str, Any], p: torch.Tensor, state: dict[str, Any], same: bool, clips: bool
+    group: dict[str, Any], given: dict[str, torch.Tensor], same: bool, clips: bool
 ) -> _Kind:
-    given: Any = p, p.grad, state["exp_avg"]
-    types: Any = tuple(as_dtype(t.dtype).name for t in given)
+    types: Any = tuple(as_dtype(given[n].dtype).name for n in ("param", "grad", "exp_avg"))
     first, second = map(float, group["betas"])
     return _Kind(
-        row_length(p.numel()), same, types, "master" in state, clips, group["maximize"],
-        (first, second), group["eps"],
+        row_length(given["param"].numel()), same, types, "master" in given, clips,
+        group["maximize"], (first, second), group["eps"],
     )  # fmt: skip
 
 
