@@ -484,7 +484,7 @@ class Builder:
             self._inputs[node, slots] = self._new_input(node, slots)
         return self._inputs[node, slots]
 
-    def joined(self, operand: Any, run: Dims) -> tuple[Tensor, Slots] | None:
+    def joined(self, operand: Any, run: Dims) -> Tensor | None:
         """A second view of an input, in which dimensions that others divide are one, the last one;
         those before it have an extent of 1. None if it is no input, or stored otherwise.
 
@@ -500,7 +500,7 @@ class Builder:
             return None
         lead = own[: len(own) - len(inner)]
         slots = (*lead, *(None,) * (len(inner) - 1), tuple(p for s in inner for p in s))
-        return self._input_of(source, slots), slots
+        return self._input_of(source, slots)
 
     def _new_input(self, node: fx.Node, slots: Slots) -> Tensor:
         t, value = fake(node), self.value(node)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.ir.dims import extent
+from cutesuper.ir.dims import extent, size
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.skeletons.rows.form import MAX_CLUSTER_ROW
 from cutesuper.skeletons.rows.schedule import MAX_ROW
@@ -461,12 +461,10 @@ class GroupNorm(Entry):
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         x, groups = s.of(a["input"]), integers(node, a["num_groups"])[0]
-        shape = fake(a["input"]).shape
-        if not isinstance(shape[1], int) or shape[1] % groups:
-            raise Unsupported(node, f"divides {shape[1]} channels into {groups} groups")
-        if all(equal(n, 1) for n in (shape[1] // groups, *shape[2:])):
-            raise Unsupported(node, "normalizes groups of one element")
-        each = dims_of(shape[1] // groups)
+        channels = fake(a["input"]).shape[1]
+        if not isinstance(channels, int):
+            raise Unsupported(node, "has a number of channels that is known only at the call")
+        each = dims_of(channels // groups)
         unify(x.dims[1], (*dims_of(groups), *each))
         for name in ("weight", "bias"):
             if isinstance(a.get(name), fx.Node):
@@ -482,22 +480,30 @@ class GroupNorm(Entry):
         slots = b.natural(x)
         t = b.tensor(node, a["input"], slots)
         behind = len(b.groups(tuple(p for d in x.dims[2:] for p in d)))
-        one = b.joined(a["input"], tuple(p for r in reversed(runs) for p in r))
-        if one is not None and self._is_row(one[0]):
-            mean: Any = g.mean(one[0], -1)
-            variance: Any = g.mean(g.square(g.sub(one[0], mean)), -1)
+        group = tuple(p for r in reversed(runs) for p in r)
+        length = prod(extent(b.extent(s)) for s in b.groups(group))
+        row = b.joined(a["input"], group) if suits(size(t.shape) // length, length) else None
+        if not runs:
+            y = g.mul(t, 0.0)  # x - x, NaN where x is infinite
         else:
-            mean, variance = (m.tensor for m in moments(b, node, t, slots, runs))
-        y = g.mul(g.sub(t, mean), g.rsqrt(g.add(variance, number(node, a.get("eps", 1e-5)))))
+            mean, variance = self._moments(b, node, row, t, slots)
+            eps = number(node, a.get("eps", 1e-5))
+            y = g.mul(g.sub(t, mean), g.rsqrt(g.add(variance, eps)))
         for name, combine in (("weight", g.mul), ("bias", g.add)):
             if isinstance(a.get(name), fx.Node):
                 own = (*b.groups(b.value(a[name]).present()), *(None,) * behind)
                 y = combine(y, b.tensor(node, a[name], own))
         return Built(y, slots)
 
-    def _is_row(self, groups: Tensor) -> bool:
-        *rows, length = map(extent, groups.shape)
-        return suits(prod(rows), length)
+    def _moments(
+        self, b: Builder, node: fx.Node, row: Tensor | None, t: Tensor, slots: Slots
+    ) -> tuple[Any, Any]:
+        """Mean and variance of each group: of its row, if the input is read as rows."""
+        if row is None:
+            mean, variance = moments(b, node, t, slots, b.shapes.runs[node])
+            return mean.tensor, variance.tensor
+        mean = b.g.mean(row, -1)
+        return mean, b.g.mean(b.g.square(b.g.sub(row, mean)), -1)
 
 
 @enter("aten.native_layer_norm.default")
