@@ -59,9 +59,7 @@ def test_parts_without_a_kernel_are_pytorchs(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Reference, "explain", lambda self: "", raising=False)
     monkeypatch.setattr(Reference, "predicted_us", 1.25, raising=False)
     lines = program.explain().splitlines()
-    assert lines[0].endswith(
-        "2 region(s), 2.50 us predicted, and 1.50 us at least of PyTorch's operators"
-    )
+    assert lines[0].endswith("2 region(s), 2.50 us predicted, and 1.50 us at least of PyTorch's")
     assert any(line.startswith("PyTorch computes 1 operator(s), 1.5 us") for line in lines)
     assert any("1 x aten.linear.default: no products today (test_rest.py:" in n for n in lines)
 
