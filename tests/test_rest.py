@@ -117,3 +117,19 @@ def test_our_other_operators_run_their_own_kernels(monkeypatch: pytest.MonkeyPat
     program = traced(monkeypatch, lambda q: cs.ops.attention(q, q, q), (q,))
     assert torch.equal(program(q), cs.ops.attention(q, q, q))
     assert [line.split()[0] for line in program.outside] == ["cutesuper.attention.default"]
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.parametrize("last", [False, True])
+def test_a_convolution_on_the_device(last: bool) -> None:
+    """As one product, in both orders of memory."""
+    torch.manual_seed(5)
+    x = torch.randn(2, 64, 4, 4, device="cuda", dtype=torch.float16)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    w = torch.randn(32, 64, 1, 1, device="cuda", dtype=torch.float16) / 8
+    program = cs.superoptimize(lambda x, w: F.relu(F.conv2d(x, w)), (x, w), rest="torch")
+    y = program(x, w)
+    exact = F.relu(torch.einsum("oc,nchw->nohw", w.double()[:, :, 0, 0], x.double()))
+    torch.testing.assert_close(y.double(), exact, rtol=2e-3, atol=2e-3)
+    assert not program.outside and y.is_contiguous(memory_format=torch.channels_last) == last
