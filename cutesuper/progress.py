@@ -35,7 +35,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Callable[[Progress]
         try:
             yield show
         finally:
-            bar.remove_task(task)
+            bar.update(task, visible=False)  # a caller may keep what shows it
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def counting(total: int, console: Console | None = None) -> Iterator[Callable[[s
         try:
             yield show
         finally:
-            bar.remove_task(task)
+            bar.update(task, visible=False)  # a caller may keep what shows it
 
 
 @contextmanager
