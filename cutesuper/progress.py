@@ -32,8 +32,10 @@ def progress_bar(console: Console | None = None) -> Iterator[Callable[[Progress]
         def show(p: Progress) -> None:
             bar.update(task, description=describe(p), completed=p.done, total=p.total or None)
 
-        yield show
-        bar.remove_task(task)
+        try:
+            yield show
+        finally:
+            bar.update(task, visible=False)  # a caller may keep what shows it
 
 
 @contextmanager
@@ -52,8 +54,10 @@ def counting(total: int, console: Console | None = None) -> Iterator[Callable[[s
             n = next(begun)
             bar.update(task, description=f"{n + 1} of {total}: {name}", completed=n)
 
-        yield show
-        bar.remove_task(task)
+        try:
+            yield show
+        finally:
+            bar.update(task, visible=False)  # a caller may keep what shows it
 
 
 @contextmanager

@@ -80,16 +80,16 @@ def summary_text(
     """The first screen of a report: what was made, how fast it is, how sure that is."""
     target, candidate = options.target, choice.candidate
     us = choice.stored.measured.median_us if choice.stored else candidate.cost_us
-    said = f"{us:.2f} us {'measured' if choice.stored else 'predicted'}"
+    said = f"{us:.2f} us {'measured' if choice.stored else 'predicted'}" if us else "not predicted"
     others = f"Inductor {baseline(graph, target).us:.2f} us, eager {eager(graph, target).us:.2f} us"
     moved, flops = traffic(graph), work(graph)
     rows = {
         "kernels": f"{len(steps)}: {', '.join(s.name for s in steps)}",
         "time": f"{said}; by a roofline {others}",
-        "memory": f"{moved / 1e6:.3f} MB at least, {moved / us / 1e3:,.0f} GB/s "
-                  f"of {target.bandwidth / 1e9:,.0f}",
-        "products": f"{flops / 1e9:.3f} GFLOP, {flops / us / 1e6:,.1f} TFLOP/s "
-                    f"of {target.tensor_flops / 1e12:,.0f}" if flops else "none",
+        "memory": f"{moved / 1e6:.3f} MB at least"
+                  f"{_rate(moved / 1e3, us, target.bandwidth / 1e9)} GB/s",
+        "products": f"{flops / 1e9:.3f} GFLOP{_rate(flops / 1e6, us, target.tensor_flops / 1e12)} "
+                    "TFLOP/s" if flops else "none",
         "equal": _certainty(choice),
         "search": _search_line(options, result, choice),
         "left out": f"{result.statistics.pruned.total()} programs; "
@@ -97,6 +97,11 @@ def summary_text(
     }  # fmt: skip
     head = f"optimized for {target.name} ({target.arch})"
     return "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows.items())])
+
+
+def _rate(amount: float, us: float, most: float) -> str:
+    """``, 3,497 of 4,350``: an amount in a time beside what the GPU reaches."""
+    return f", {amount / us:,.0f} of {most:,.0f}" if us else f", at most {most:,.0f}"
 
 
 def _certainty(choice: Choice) -> str:

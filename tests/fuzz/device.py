@@ -144,13 +144,12 @@ def _check_backward(f: Function, program: Any, inputs: list[Tensor], stage: Stag
     wanted = functions.gradients_wanted(f, inputs)
     leaves = [x.cuda().requires_grad_() for x in inputs]
     try:
-        outputs = program(*leaves)
+        total = sum(y.float().sum() for y in program(*leaves))
+        if not isinstance(total, Tensor) or not total.requires_grad:
+            return
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
     except MAKING as error:
         raise Refused(error, "backward") from error
-    total = sum(y.float().sum() for y in outputs)
-    if not isinstance(total, Tensor) or not total.requires_grad:
-        return
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
     made = [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
     verdict = judge.judged(made, wanted)
     if verdict.wrong:

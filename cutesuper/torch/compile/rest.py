@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
@@ -119,6 +120,6 @@ def _flops(node: fx.Node) -> float:
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0.0
-    given = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    given = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     args, kwargs = given
     return float(hint_of(count(*args, **kwargs, out_val=node.meta.get("val"))) or 0)

@@ -554,7 +554,8 @@ class Lazy:
             return {0: dim} if changes else None
 
         dims = tuple(pytree.tree_map(opened, (*args, *kwargs.values())))
-        options = {**self._options, "dynamic_shapes": self._options["dynamic_shapes"] or dims}
+        options: dict[str, Any] = {**self._options}
+        options["dynamic_shapes"] = self._options["dynamic_shapes"] or dims
         try:
             return superoptimize_callable(self._fn, args, example_kwargs=kwargs, **options)
         except (TraceError, *NO_KERNEL):
