@@ -52,6 +52,14 @@ def appended() -> KernelGraph:
     return g
 
 
+def squared_norm() -> KernelGraph:
+    """Divided by what is 0 for no input, whatever the signs of the elements are."""
+    g = cs.new_kernel_graph()
+    y = g.rms_norm(g.rotate_half(g.new_input((4, 96), "float16")))
+    g.mark_output(y * y)
+    return g
+
+
 def step() -> KernelGraph:
     """Queries and fewer keys get positions; keys and values go into caches."""
     g = cs.new_kernel_graph()
@@ -112,6 +120,7 @@ PROGRAMS: dict[str, tuple[Callable[[], KernelGraph], int]] = {
     "one by one": (lambda: positions(10), 1),
     "normalized and appended": (appended, 1),
     "queries, keys and values": (step, 1),
+    "a squared norm": (squared_norm, 1),
     "of a product": (lambda: positions(rest=lambda g, x: x @ g.new_input((64, 64), "bfloat16")), 2),
 }
 ON_THE_MACHINE = ("heads", "within a thread", "queries, keys and values")

@@ -196,8 +196,8 @@ class DegreeAlgebra:
         """Literal numbers: degree zero, unchanged by any draw of the inputs."""
         return Degree(dict(zip(names, numbers.shape, strict=True)))
 
-    def moved(self, x: Degree, dim: str, places: Any) -> Degree:
-        """x: elements change places."""
+    def turned(self, x: Degree, dim: str, places: Any, signs: Any) -> Degree:
+        """x: elements change places and signs."""
         return x
 
     def gather(

@@ -209,11 +209,14 @@ class FieldDomain(FieldAlgebra):
         known = x.masked or y.masked, x.positive and y.positive, x.flat or y.flat
         return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q, *known), ("pair",))
 
-    def moved(self, x: FieldValue, dim: str, places: NDArray[np.int64]) -> FieldValue:
-        """x with the elements of these places along a dimension."""
+    def turned(
+        self, x: FieldValue, dim: str, places: NDArray[np.int64], signs: NDArray[np.float64]
+    ) -> FieldValue:
+        """x with the elements of these places along a dimension, times 1 or -1, never 0."""
         axis = x.dims.index(dim)
         q = None if x.q is None else x.q.take(places, axis)
-        return x.like(x.dims, x.p.take(places, axis), q)
+        moved = x.like(x.dims, x.p.take(places, axis), q)
+        return replace(self.mul(moved, self.literal((dim,), signs)), flat=x.flat)
 
     def gather(
         self, x: FieldValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]

@@ -146,7 +146,7 @@ def turned(a: Any, operator: Operator, x: Any, dim: str, length: int, padded: in
     places, signs = operator.places(length)
     rest = np.arange(length, max(length, padded))
     places, signs = np.concatenate([places, rest]), np.concatenate([signs, np.ones(rest.shape)])
-    return a.mul(a.moved(x, dim, places), a.literal((dim,), signs))
+    return a.turned(x, dim, places, signs)
 
 
 def _squeezed(x: NDArray[Any]) -> NDArray[Any]:

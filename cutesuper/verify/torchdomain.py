@@ -118,10 +118,13 @@ class TorchDomain:
         """x: there is only one kind of number here."""
         return x
 
-    def moved(self, x: TorchValue, dim: str, places: NDArray[np.int64]) -> TorchValue:
-        """x with the elements of these places along a dimension."""
+    def turned(
+        self, x: TorchValue, dim: str, places: NDArray[np.int64], signs: NDArray[np.float64]
+    ) -> TorchValue:
+        """x with the elements of these places along a dimension, times 1 or -1."""
         index = torch.from_numpy(places).to(x.data.device)
-        return TorchValue(x.dims, x.data.index_select(x.dims.index(dim), index))
+        moved = TorchValue(x.dims, x.data.index_select(x.dims.index(dim), index))
+        return self.mul(moved, TorchValue((dim,), torch.from_numpy(signs).to(x.data)))
 
     def gather(
         self, x: TorchValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]

@@ -3,8 +3,7 @@
 Regions grow along the program: a node joins the regions that it reads from, a product those of
 products of its row operand, and what moves elements those that do so beside it, if the result still
 has a kernel graph and no node outside lies between. Views that split dimensions (heads of a
-projection, say) end a region by themselves,
-because the result has no kernel graph.
+projection, say) end a region by themselves, because the result has no kernel graph.
 """
 
 from __future__ import annotations

@@ -355,11 +355,12 @@ def turned(node: fx.Node) -> fx.Node | None:
     second, first = _range_of(negative.args[0]), _range_of(a["tensors"][1])
     if first is None or second is None or first[0] is not second[0]:
         return None
-    shape = fake(first[0]).shape
-    half, last = shape[-1] // 2, len(shape) - 1
-    halves = (last, 0, half), (last, half, 2 * half)
-    whole = a["dim"] % len(shape) == last and 2 * half == shape[-1]
-    return first[0] if whole and (first[1:], second[1:]) == halves else None
+    *others, extent = fake(first[0]).shape
+    last = len(others)
+    if a["dim"] % (last + 1) != last or first[1] != last or extent % 2:
+        return None
+    halves = (last, 0, extent // 2), (last, extent // 2, extent)
+    return first[0] if (first[1:], second[1:]) == halves else None
 
 
 def negated(node: fx.Node) -> fx.Node:
