@@ -321,6 +321,13 @@ def test_kinks_are_pytorchs() -> None:
     assert gradient_at(lambda g, x: g.log1p_exp(x), [-inf, 0, inf]) == [0, 0.5, 1]
 
 
+def test_gelu_of_infinity_is_infinity_in_vectors_too() -> None:
+    """PyTorch's on a CPU gives NaN for eight float32 numbers at once, and inf for one."""
+    g = graph(lambda g, x: g.gelu(x), (1, 8))
+    [y] = run_reference(g, [torch.full((1, 8), inf)])
+    assert y.tolist() == [[inf] * 8]
+
+
 def test_repeated_values_do_not_look_at_the_operand() -> None:
     inf = float("inf")
     assert gradient_at(lambda g, x: g.sum(x, 1), [inf, float("nan"), 0, -inf]) == [1, 1, 1, 1]
@@ -503,6 +510,20 @@ def test_products_are_kept_where_they_cost_more_than_memory() -> None:
 
     assert list(mlp(512).saved) == ["matmul"]
     assert list(mlp(128).saved) == []
+
+
+def test_outputs_are_not_read_where_their_products_are_computed_again() -> None:
+    """A rounded output beside its unrounded parts would leave the rounding where they cancel."""
+
+    def normalised(g: KernelGraph, x: Tensor, w: Tensor) -> Tensor:
+        p = g.softmax(x @ w, 1)
+        return p / g.sqrt(g.sum(g.square(p), 1))
+
+    split = cs.split(graph(normalised, (4, 24), (24, 33)))
+    assert kinds(split.backward).count("matmul") == 3
+    assert split.saved and 0 not in split.saved.values()
+    softmax = cs.split(graph(lambda g, x, w: g.softmax(x @ w, 1), (4, 24), (24, 33)))
+    assert softmax.saved == {"out": 0}
 
 
 def test_gates_in_one_product_come_apart() -> None:

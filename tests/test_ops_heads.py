@@ -286,6 +286,18 @@ def test_sums_stay_where_they_are() -> None:
         assert names == in_place
 
 
+def test_what_another_output_needs_stays() -> None:
+    """Outputs are stored one after the other: none may lie where a later one still reads."""
+    g = cs.KernelGraph()
+    x, a, b = (g.new_input((16384, 128), "bfloat16", n) for n in "xab")
+    product = x @ g.new_input((128, 128), "bfloat16")
+    g.mark_output(product * a)
+    g.mark_output(product * b)
+    [plan] = find(g, Options(H200))[1].plans
+    names = {(plan.arguments[i].name, plan.arguments[o].name) for i, o in plan.in_place}
+    assert names == {("a", "out0"), ("b", "out1")}
+
+
 # --- kernels -------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,8 @@ ELEMENTWISE = [
     ("cvt.rn.bf16x2.f32 %r6, %r4, %r4; mov.b32 {%rs1, _}, %r6; cvt.f32.bf16 %r5, %rs1;",
      lambda x: x),
     ("cvt.rzi.s32.f32 %r6, %r4; cvt.rn.f32.s32 %r5, %r6;", np.trunc),
+    ("cvt.rzi.u32.f32 %r6, %r4; cvt.rn.f16.u32 %rs1, %r6; cvt.f32.f16 %r5, %rs1;",
+     lambda x: np.trunc(np.maximum(x, 0))),
     (("cvt.rzi.u32.f32 %r6, %r4; cvt.u16.u32 %rs1, %r6; mul.hi.u16 %rs2, %rs1, -21845;"
      "cvt.rn.f32.u16 %r5, %rs2;"), lambda x: np.trunc(np.maximum(x, 0)) * 43691 // 65536),
     (("cvt.rn.f16x2.f32 %r6, 0f3F800000, %r4; setp.gt.f16x2 %p1|%p2, %r6, 0;"

@@ -115,7 +115,8 @@ def split(
             * products over more than ``FLOPS_PER_BYTE * itemsize`` elements (344 in 16 bits):
               computing one element again takes longer than writing and reading it, which is why
               the scores of attention, over a head dimension, are computed again;
-            * outputs that contain a product, which the caller has anyway.
+            * outputs that contain a product, which the caller has anyway, if keeping them spares
+              computing that product again.
 
             Element-wise results are computed again from these. Otherwise the values to keep:
             tensors of ``graph``, or names of values inside of its operators (``"rstd"``; what has

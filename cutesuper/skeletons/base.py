@@ -230,9 +230,12 @@ class Plan(ABC, Generic[Knobs]):
         return f"{name} through {self.arguments[view.index.argument].name}"
 
 
-def same_places(plan: Plan[Any], loads: Iterable[View], stores: Iterable[View]) -> list[Any]:
+def same_places(
+    plan: Plan[Any], column: str, loads: Iterable[View], stores: Iterable[View]
+) -> list[tuple[View, View]]:
     """Pairs of a load and a store with the same elements at the same places, of tensors of one type
-    that are read and written once: by one block, which no label of the grid repeats."""
+    that are read and written once: by one block, which no label of the grid repeats, and by one
+    thread, as they have the column label; an element for a whole row is read by many."""
     loads = list(loads)
     grid = {a.dim for a in plan.program.of_kind(AxisKind.GRID)}
     once = [v for v in loads if sum(v.argument == w.argument for w in loads) == 1]
@@ -240,7 +243,7 @@ def same_places(plan: Plan[Any], loads: Iterable[View], stores: Iterable[View]) 
         (load, store)
         for load, store in product(once, stores)
         if type(load) is View
-        and grid <= set(store.labels)
+        and grid | {column} <= set(store.labels)
         and replace(store, argument=load.argument) == load
         and plan.arguments[store.argument].dtype == plan.arguments[load.argument].dtype
         and plan.arguments[store.argument].shape == plan.arguments[load.argument].shape

@@ -96,8 +96,14 @@ def _silu(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype)
     return m.function(torch.mul, args[0], m.function(torch.sigmoid, args[0]))
 
 
-@formula("clamp")
 @formula("hardtanh")
+def _hardtanh(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A clamp whose slope at the ends is 0, not 1."""
+    ends = a["min"], a["max"]
+    return m.function(lambda x: torch.nn.functional.hardtanh(x, *ends), args[0], exact=True)
+
+
+@formula("clamp")
 def _clamp(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     return m.function(lambda x: x.clamp(a["min"], a["max"]), args[0], exact=True)
 

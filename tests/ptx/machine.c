@@ -1031,6 +1031,9 @@ static int run_queue(void)
     X("cvt.f32.s32", S32, of_f32((float)a)) X("cvt.f32.u32", U32, of_f32((float)a))                \
     X("cvt.f32.s64", S64, of_f32((float)a)) X("cvt.f32.u64", U64, of_f32((float)a))                \
     X("cvt.f32.s16", S16, of_f32((float)a)) X("cvt.f32.u16", U16, of_f32((float)a))                \
+    X("cvt.f16.s32", S32, f32_to_f16((float)a)) X("cvt.f16.u32", U32, f32_to_f16((float)a))        \
+    X("cvt.f16.s64", S64, f32_to_f16((float)a)) X("cvt.f16.u64", U64, f32_to_f16((float)a))        \
+    X("cvt.f16.s16", S16, f32_to_f16((float)a)) X("cvt.f16.u16", U16, f32_to_f16((float)a))        \
     X("cvt.f32.s8", U16, of_f32((float)(int8_t)a)) X("cvt.f32.u8", U16, of_f32((float)(a & 255)))  \
     X("cvt.rzi.s32.f32", U32, (U32)to_int(truncf(as_f32(a)), -0x1p31, 0x1p31 - 1))                 \
     X("cvt.rni.s32.f32", U32, (U32)to_int(rintf(as_f32(a)), -0x1p31, 0x1p31 - 1))                  \

@@ -166,8 +166,9 @@ FUNCTIONS = (
     function("silu", "x sigmoid(x).", _silu_slope,
         of_tensor=lambda torch, x: torch.nn.functional.silu(x),
         of_element=lambda m, x: x * m.sigmoid(x), keeps_zero=True),
+    # of inf PyTorch gives inf on a GPU, and NaN on a CPU if a vector of it is as long as a register
     function("gelu", "x Phi(x) with the error function, as PyTorch's default.", _gelu_slope,
-        of_tensor=lambda torch, x: torch.nn.functional.gelu(x),
+        of_tensor=lambda torch, x: torch.nn.functional.gelu(x).where(x != torch.inf, x),
         of_element=lambda m, x: 0.5 * x * (1.0 + m.erf(x * 0.7071067811865476)), keeps_zero=True),
     # dy where the result is positive: the result may be kept in place of the operand
     function("relu", "max(x, 0).", lambda g, x, y, dy: g.mul(dy, g.step(y)),

@@ -296,14 +296,22 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """See `Plan.in_place`: what the epilogue adds, as a sum so far, unless the last piece of a
-        tile begins within the one before, and would be read after that was written."""
-        if self.tile[0] > STORE_ROWS and self.tile[0] % STORE_ROWS:
+        """See `Plan.in_place`: what the epilogue adds, as a sum so far, if no other output needs it
+        that may be stored later. Not where the last piece of a tile begins within the one before,
+        and would be read after that was written."""
+        if self.beside or (self.tile[0] > STORE_ROWS and self.tile[0] % STORE_ROWS):
             return ()
         loads = [v for side in (self.rows, self.vectors, self.columns, self.loads)
                  for v in side.values()]  # fmt: skip
-        pairs = same_places(self, loads, (o.view for o in self.outputs))
-        return tuple((x.argument, y.argument) for x, y in pairs)
+        views = [o.view for o in self.outputs]
+        return tuple(
+            (x.argument, y.argument)
+            for x, y in same_places(self, self.column, loads, views)
+            if not any(o.view != y and self._needs(o, x) for o in self.outputs)
+        )
+
+    def _needs(self, output: Output, view: View) -> bool:
+        return any(self.loads.get(i) == view for i in output.expression.leaves)
 
     @cached_property
     def tile(self) -> tuple[int, int, int]:

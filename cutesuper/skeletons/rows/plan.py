@@ -117,7 +117,7 @@ class RowPlan(Plan[RowSchedule]):
     def in_place(self) -> tuple[tuple[int, int], ...]:
         """See `Plan.in_place`: a thread reads and writes the same elements of all tensors, and
         reads all of them before it writes any."""
-        pairs = same_places(self, self.loads.values(), self.stores.values())
+        pairs = same_places(self, self.column, self.loads.values(), self.stores.values())
         return tuple((x.argument, y.argument) for x, y in pairs)
 
     @property
@@ -216,7 +216,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
         if self.schedule.sliced or (self.picked and len(self.levels) == 1):
             return ()
         stores = [self.stores[i] for i in self.levels[-1].stores]
-        pairs = same_places(self, self.loads.values(), stores)
+        pairs = same_places(self, self.column, self.loads.values(), stores)
         return tuple((x.argument, y.argument) for x, y in pairs)
 
     # ------------------------------------------------------------------------------ kinds of loads
