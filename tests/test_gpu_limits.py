@@ -103,8 +103,8 @@ def test_windows_over_pages() -> None:
         "is_causal": True, "window": 200, "key_lengths": lengths, "enable_gqa": True,
     }  # fmt: skip
     table = torch.randperm(32, device="cuda").int().view(2, 16)
-    pages = [torch.empty(32, 64, 2, 64, dtype=t.dtype, device="cuda") for t in (k, v)]
-    for cache, t in zip(pages, (k, v), strict=True):
+    keys, values = (torch.empty(32, 64, 2, 64, dtype=t.dtype, device="cuda") for t in (k, v))
+    for cache, t in zip((keys, values), (k, v), strict=True):
         cache[table.flatten().long()] = t.transpose(1, 2).reshape(32, 64, 2, 64)
-    found = cs.ops.attention(q, *pages, page_table=table, **options)
+    found = cs.ops.attention(q, keys, values, page_table=table, **options)
     assert (found - cs.ops.attention(q, k, v, **options)).abs().max() < 1e-2

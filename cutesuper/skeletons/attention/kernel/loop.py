@@ -152,7 +152,7 @@ class AttentionKernel:
     @cute.jit
     def span(self, tensors, place):
         """The key tiles of this block: the first one, and their number (Int32)."""
-        k, plan, part = self.k, self.plan, place.part
+        k, plan, part, begin = self.k, self.plan, place.part, 0
         if cutlass.const_expr(k.steps is not None):
             first, count = part * k.steps, k.steps
         else:
