@@ -32,7 +32,7 @@ ROWS = (1, 16, 128, 1024, 8192)
 ATTENTION = "few,decode,models/llama3-70b/4,lengths/serving/4,lengths/serving_pages_16/4"
 KEPT = ("HGMMA", "UTCHMMA", "LDTM", "STTM", "UTMALDG")
 #: verdicts in words
-WORDS = {"race_free": "right", "verified": "right", "potential_race": "right, but for pairs below",
+WORDS = {"race_free": "right", "verified": "right", "potential_race": "right but for pairs below",
          "timeout": "not finished"}  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def _protocol(data: dict[str, Any], group: list[dict[str, Any]]) -> str:
     found = [data["verdicts"][k]["result"] for k in sorted(keys) if k in data["verdicts"]]
     said = [WORDS.get(r, r) for r in found]
     parts = [f"{said.count(w)} {w}" for w in sorted(set(said), reverse=True)]
-    return ", ".join(parts) or "not run"
+    return ", ".join(parts)
 
 
 def plans(data: dict[str, Any]) -> list[str]:

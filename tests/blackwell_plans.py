@@ -14,6 +14,7 @@ from typing import Any
 import cutesuper as cs
 from cutesuper.ir.unseen import followed
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.skeletons.attention.schedule import AttentionSchedule
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import B200
@@ -58,16 +59,16 @@ def few(schedule: Any = None, dependent_launch: bool = False, **fields: Any) -> 
     return Linear(**(small | fields)).plan(B200, **options)
 
 
-def planned(mu: Any) -> Any:
+def planned(mu: Any, schedule: Any = None) -> Any:
     """The plan of the only kernel of a muGraph."""
     [step] = mu.steps
-    return make_plan(step, followed(mu), B200)
+    return make_plan(step, followed(mu), B200, schedule)
 
 
-def attention(**fields: Any) -> Any:
+def attention(schedule: Any = None, **fields: Any) -> Any:
     """A small `Attention` in bf16: one head, two tiles of keys."""
     small = {"dtype": BF16, "heads": 1, "keys": 128}
-    return planned(Attention(**(small | fields)).mugraph())
+    return planned(Attention(**(small | fields)).mugraph(), schedule)
 
 
 def found(graph: Any) -> Any:
@@ -173,7 +174,11 @@ MORE = {
     "attention, fp16": Case(lambda: attention(dtype="float16")),
     "attention, no scale": Case(lambda: attention(scale=None)),
     "attention, found": Case(lambda: best(zoo.grouped_attention(1, 16, 128, 64, BF16))),
-    "decoding in a cluster": Case(lambda: attention(rows=0, group=4, keys=256, cluster=2)),
+    # so much shared memory that two of its blocks share the tensor memory of a multiprocessor
+    "decoding in a cluster": Case(
+        lambda: attention(AttentionSchedule(stages=5, key_groups=1), rows=0, group=4, keys=640,
+                          cluster=2)
+    ),
     "rows": Case(lambda: rows(norm=True), f"X / {ROOT}"),
     "rows, exp": Case(lambda: rows("exp"), "torch.exp(X)"),
     "rows, an activation": Case(lambda: rows("silu")),
