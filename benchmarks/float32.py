@@ -25,7 +25,7 @@ SHAPES = (
 )  # fmt: skip
 
 
-def ours(m: int, k: int, n: int, precision: str) -> Callable[[list[Any]], Any]:
+def ours(m: int, k: int, n: int, precision: str) -> Callable[[Sequence[Any]], Any]:
     """Our product of a set ``[X, W]``."""
     g = cs.new_kernel_graph()
     x = g.new_input((m, k), "float32", "X")
@@ -35,10 +35,10 @@ def ours(m: int, k: int, n: int, precision: str) -> Callable[[list[Any]], Any]:
     return lambda tensors: kernel(*tensors)
 
 
-def cublas(n: int, precision: str) -> Callable[[list[Any]], Any]:
+def cublas(n: int, precision: str) -> Callable[[Sequence[Any]], Any]:
     """PyTorch's, with the setting that stands when it is recorded."""
 
-    def call(tensors: list[Any]) -> Any:
+    def call(tensors: Sequence[Any]) -> Any:
         x, w = tensors
         torch.set_float32_matmul_precision(precision)
         try:
@@ -49,7 +49,7 @@ def cublas(n: int, precision: str) -> Callable[[list[Any]], Any]:
     return call
 
 
-def error(call: Callable[[list[Any]], Any], tensors: Sequence[torch.Tensor], n: int) -> float:
+def error(call: Callable[[Sequence[Any]], Any], tensors: Sequence[torch.Tensor], n: int) -> float:
     """The largest error of a call, in ulp of the largest result."""
     x, w = (t.double() for t in tensors)
     exact = x @ (w.t() if n > 0 else w)

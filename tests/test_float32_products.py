@@ -33,6 +33,7 @@ def test_the_default_is_not_written_down() -> None:
     assert g.nodes[-1].attributes == {}
     assert serial.dumps(g) != serial.dumps(product("high"))
     again = serial.loads(serial.dumps(product("high")))
+    assert isinstance(again, KernelGraph)
     assert again.nodes[-1].attributes == {"precision": "high"}
 
 
@@ -74,9 +75,9 @@ def test_plans(linear: Linear, split: bool, gathers: bool, copied: int) -> None:
 
 
 def test_three_products_of_half_the_rate_are_priced() -> None:
-    size = {"m": 4096, "k": 4096, "n": 4096, "tile_m": 64, "tile_n": 128, "tile_k": 64}
+    size = 4096, 4096, 4096, 64, 128, 64
     costs = [
-        price(Linear(norm=False, transposed=True, dtype=d, **size).plan(), H200).parts["tensor"]
+        price(Linear(*size, norm=False, transposed=True, dtype=d).plan(), H200).parts["tensor"]
         for d in ("float32", "bfloat16")
     ]
     assert costs[0] == pytest.approx(6 * costs[1])

@@ -104,6 +104,8 @@ class Consumer:
             previous = at.stage
             at = ring.next(at)
         cores.wait(0)
+        if cutlass.const_expr(k.plan.rounds):
+            self.gathered.settle(product, accumulators)
         if cutlass.const_expr(self.walk.persistent):
             if cutlass.const_expr(not k.plan.open_depth) or previous >= 0:
                 ring.release(previous, here.lane, self.sharing.blocks)

@@ -13,6 +13,7 @@ from typing import Any
 
 import cutlass.cute as cute
 
+from cutesuper.device.barriers import fence_warp
 from cutesuper.device.products import GatheredProduct, Products
 from cutesuper.device.tf32 import split
 from cutesuper.skeletons.matmul.kernel.context import Here, Known
@@ -66,7 +67,9 @@ class GatheredProducts:
                 self.issue(product, sums, [words[w, i, s] for s in steps], rows)
             cores.end()
             cores.wait(0)
-            self.add(product, accumulators, totals)
+            if k.plan.split:
+                self.add(product, accumulators, totals)
+        fence_warp()  # bulk loads write the stage through another proxy
 
     def words(
         self, product: GatheredProduct, here: Here, stage: Any, w: int, i: int, step: int
@@ -101,9 +104,14 @@ class GatheredProducts:
         accumulators: list[list[Any]],
         totals: list[list[cute.Tensor]],
     ) -> None:
-        """Add a chunk's sums to those of the tile, if they are apart."""
+        """Add a chunk's sums to those of the tile."""
+        self.settle(product, accumulators)
         for row, into in zip(accumulators, totals, strict=True):
             for sums, total in zip(row, into, strict=True):
+                total.store(total.load() + sums.load())
+
+    def settle(self, product: GatheredProduct, accumulators: list[list[Any]]) -> None:
+        """Keep what reads sums behind the wait for them."""
+        for row in accumulators:
+            for sums in row:
                 product.settle(sums)
-                if total is not sums:
-                    total.store(total.load() + sums.load())
