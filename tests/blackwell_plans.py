@@ -176,7 +176,7 @@ MORE = {
     "attention, found": Case(lambda: best(zoo.grouped_attention(1, 16, 128, 64, BF16))),
     # so much shared memory that two of its blocks share the tensor memory of a multiprocessor
     "decoding in a cluster": Case(
-        lambda: attention(AttentionSchedule(stages=5, key_groups=1), rows=0, group=4, keys=640,
+        lambda: attention(AttentionSchedule(stages=5, key_groups=1), rows=0, group=4, keys=256,
                           cluster=2)
     ),
     "rows": Case(lambda: rows(norm=True), f"X / {ROOT}"),

@@ -147,7 +147,7 @@ def _check_backward(f: Function, program: Any, inputs: list[Tensor], stage: Stag
         total = sum(y.float().sum() for y in program(*leaves))
         if not isinstance(total, Tensor) or not total.requires_grad:
             return
-        found = torch.autograd.grad(total, leaves, allow_unused=True)
+        found: Any = torch.autograd.grad(total, leaves, allow_unused=True)
     except MAKING as error:
         raise Refused(error, "backward") from error
     made = [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
