@@ -19,15 +19,16 @@ def elements(source: Source, rows: int, seed: int) -> Tensor:
     Args:
         source: what it holds: ``normal`` numbers, ``positive`` ones (at least 0.1), ``binary``
             ones (0 or 1), ``peaks`` (a few are 64 times as large), ``zeros`` (half of them, of
-            either sign), ``coarse`` (multiples of 1/4: many are equal), ``lengths``, ``labels``
-            (a few are none), ``table`` (pages, each once where there are enough), ``rows`` (half of
-            them counted from the end).
+            either sign), ``coarse`` (multiples of 1/4: many are equal), ``lengths``, ``limits``
+            (some of no column), ``rising`` (limits of rows, none below that of the row before),
+            ``labels`` (a few are none), ``table`` (pages, each once where there are enough),
+            ``rows`` (half of them counted from the end).
         rows: what the symbolic extent is.
         seed: of the elements.
     """
     shape = tuple(rows if d == ROWS else int(d) for d in source.shape)
     generator = torch.Generator().manual_seed(seed)
-    if source.kind in ("lengths", "labels", "table", "rows"):
+    if source.kind not in KINDS:
         return _integers(source, shape, generator).to(getattr(torch, source.dtype))
     x = _numbers(source.kind, shape, generator) * 2.0**source.exponent
     return x.to(getattr(torch, source.dtype))
@@ -59,6 +60,9 @@ def _integers(source: Source, shape: tuple[int, ...], generator: torch.Generator
         return pages[:count].reshape(shape)
     if source.kind == "rows":
         return torch.randint(-source.limit, source.limit, shape, generator=generator)
+    if source.kind in ("limits", "rising"):
+        limits = torch.randint(-source.limit // 2, source.limit + 2, shape, generator=generator)
+        return limits.sort(-2).values if source.kind == "rising" else limits
     low, high = (0, source.limit + 2) if source.kind == "lengths" else (-1, source.limit + 1)
     x = torch.randint(low, high, shape, generator=generator)
     if source.kind == "labels":  # wrong ones are rare, or no loss would be a number

@@ -469,6 +469,25 @@ def _length_mask(d: Draw, op: Operator) -> None:
         d.step("softmax", y, dim=-1)
 
 
+@recipe("limit_mask")
+def _limit_mask(d: Draw, op: Operator) -> None:
+    y = _limited(d, d.value(2))
+    if d.rng.random() < 0.8:
+        d.step("softmax", y, dim=-1)
+
+
+def _limited(d: Draw, i: int) -> int:
+    """Scores with a limit of sequences, or of rows."""
+    rng, shape = d.rng, d.dims(i)
+    columns, lower = extent(shape[-1]), rng.random() < 0.5
+    if len(shape) > 2 and rng.random() < 0.5:
+        limits = d.source(shape[: rng.randint(1, len(shape) - 2)], "limits", "int32", columns)
+        return d.step("limit_mask", i, limits, lower=lower, causal=rng.random() < 0.4)
+    lead = (rng.choice((1, n)) for n in shape[:-2])
+    limits = d.source((*lead, shape[-2], 1), "rising", "int32", columns)
+    return d.step("limit_mask", i, limits, lower=lower, causal=False)
+
+
 @recipe("take_rows")
 def _take_rows(d: Draw, op: Operator) -> None:
     rng = d.rng
@@ -598,13 +617,16 @@ def attention_by_hand(d: Draw) -> None:
     key, value = (d.source((*lead, s, k), "normal", dtype) for _ in range(2))
     scores = d.step("matmul", q, d.step("transpose", key, dims=None))
     scores = d.step("mul", scores, round(k**-0.5, 3))
-    way = rng.choice(("none", "causal", "lengths", "hide", "bias", "keep"))
+    way = rng.choice(("none", "causal", "lengths", "limits", "hide", "bias", "keep"))
     if way == "causal":
         alignment = rng.choice(("top_left", "bottom_right") if m <= s else ("top_left",))
         scores = d.step("causal_mask", scores, alignment=alignment)
     elif way == "lengths" and lead:
         lengths = d.source(lead[:1], "lengths", "int32", s)
         scores = d.step("length_mask", scores, lengths, causal=rng.random() < 0.4)
+    elif way == "limits":
+        scores = _limited(d, scores)
+        scores = _limited(d, scores) if rng.random() < 0.3 else scores
     elif way in ("hide", "keep"):
         scores = d.step(way, d.source((m, s), "binary", dtype), scores)
     elif way == "bias":

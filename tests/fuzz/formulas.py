@@ -211,6 +211,18 @@ def seen(shape: Any, lengths: Tensor, causal: bool) -> Tensor:
     return (torch.arange(columns) < ends).broadcast_to(shape)
 
 
+@formula("limit_mask")
+def _limit_mask(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    shape = m.value(args[0]).shape
+    rows, columns = shape[-2:]
+    limits = args[1].long().reshape(*args[1].shape, *[1] * (len(shape) - args[1].dim()))
+    if a["causal"]:
+        limits = limits - torch.arange(rows - 1, -1, -1).reshape(rows, 1)
+    in_front = torch.arange(columns) < limits
+    keep = ~in_front if a["lower"] else in_front
+    return m.where(keep.broadcast_to(shape), args[0], -torch.inf)
+
+
 @formula("take_rows")
 def _take_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     def taken(table: Tensor) -> Tensor:

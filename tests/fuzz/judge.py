@@ -46,7 +46,7 @@ USUALLY = 6.0
 #: with random roundings
 SAMPLES = 4
 
-MASKS = {"causal_mask", "length_mask", "hide", "scaled_dot_product_attention"}
+MASKS = {"causal_mask", "length_mask", "limit_mask", "hide", "scaled_dot_product_attention"}
 
 
 def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any]:
@@ -81,7 +81,7 @@ KEPT = ("sum", "mean", "max", "transpose", "convert", "causal_mask")
 #: -inf where their first operand is, as for positive divisors
 FIRST = ("sub", "div", *KEPT)
 #: they may hide a row as a whole
-HIDING = ("length_mask", "hide")
+HIDING = ("length_mask", "limit_mask", "hide")
 
 
 def _gone_and_empty(graph: KernelGraph) -> tuple[set[int], set[int]]:

@@ -26,7 +26,7 @@ from tests.fuzz.programs import Case, Step, renamed
 #: operators that take the place of each other
 ALIKE = (tuple(sorted(FUNCTIONS)), tuple(sorted(PAIRS)), ("sum", "mean", "max"),
          ("softmax", "log_softmax"), ("rms_norm", "layer_norm"))  # fmt: skip
-FLAGS = {"is_causal": (False, True), "causal": (False, True),
+FLAGS = {"is_causal": (False, True), "causal": (False, True), "lower": (False, True),
          "alignment": ("top_left", "bottom_right"), "ignore_index": (-100, 0)}  # fmt: skip
 #: mutants of one program that are tried until one differs
 TRIES = 6

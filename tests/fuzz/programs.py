@@ -29,7 +29,7 @@ class Source:
         dtype: name of the element type.
         kind: what it holds, see `tests.fuzz.data`.
         exponent: numbers are multiplied by two to the power of it.
-        limit: of integers: lengths up to it, labels and pages below it.
+        limit: of integers: lengths and limits up to it, labels and pages below it.
         layout: "dense", "strided" (a part of a wider tensor) or "transposed"; on a GPU only.
     """
 
