@@ -244,6 +244,7 @@ def test_norms_of_zeros_have_the_gradient_that_pytorch_gives_them() -> None:
 def test_every_operator_has_a_derivative() -> None:
     tested = {n.split(",")[0] for n in CASES} | {"scaled_dot_product_attention"}
     tested |= {"length_mask", "gather_pages"}  # in tests/test_lengths.py
+    tested |= {"limit_mask"}  # in tests/test_limits.py
     tested |= {"take_rows"}  # in tests/test_take_rows.py
     tested |= {"put_rows"}  # in tests/test_put_rows.py
     tested |= {"pick", "label_weight", "cross_entropy"}  # in tests/test_labels.py

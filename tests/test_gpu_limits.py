@@ -61,8 +61,9 @@ def drawn(name: str, extents: Extents, seed: int, dtype: Any = torch.bfloat16) -
 
 
 @pytest.mark.ptx
-def test_a_small_step_behind_a_window() -> None:
-    forward(drawn("window behind a cache", (2, 1, 2, 1, 200, 64), 3))
+@pytest.mark.parametrize("name", ["window", "window behind a cache"])
+def test_a_small_step(name: str) -> None:
+    forward(drawn(name, (2, 1, 2, 1, 200, 64), 3))
 
 
 @pytest.mark.ptx

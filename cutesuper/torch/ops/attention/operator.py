@@ -150,6 +150,9 @@ def attention(
         _check_call(tensors, enable_gqa)
         if attn_mask is not None:
             _check_masked(tensors, attn_mask)
+        if is_causal and key_lengths is page_table is None:
+            key_lengths = _lengths_of_one_row(query)
+            tensors = (*tensors[:3], key_lengths, *tensors[4:])
         limits = Limits(key_starts, key_ends)
         if window is not None:
             limits = _in_window(window, query, key_lengths, is_causal, limits)
@@ -172,6 +175,14 @@ def _check_options(dropout_p: Any, enable_gqa: Any) -> None:
         )
     if not isinstance(enable_gqa, int):
         raise OperatorError(f"attention(enable_gqa={shown(enable_gqa)}): must be True or False")
+
+
+def _lengths_of_one_row(query: torch.Tensor) -> Maybe:
+    """The lengths that say what a causal mask says of a single row, which sees the first key alone;
+    None for several rows. There are kernels for one row with lengths, none with a causal mask."""
+    if query.dim() != 4 or query.shape[2] != 1:
+        return None
+    return torch.ones(query.shape[0], dtype=torch.int32, device=query.device)
 
 
 def _in_window(
