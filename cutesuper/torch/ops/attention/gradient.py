@@ -150,12 +150,19 @@ def _made(r: Request) -> Passes:
     extents = Extents(r.query.shape[0], r.query.shape[2], r.positions)
     key, value = (Stored(o, r.positions) for o in sides)
     kind = kind_of(r, order, key, value, r.key_lengths is not None).of(extents)
-    both = split(graph_of(kind), _TENSORS, save=["out", "lse"])
+    both = split(graph_of(kind), _TENSORS, save=_saved(kind))
     if r.query.device.type in KERNEL_DEVICES:
         runners = _kernels.made_on(r.query.device, kind, "attention", lambda: _compiled(both))
     else:
         runners = _reference(kind, both.forward), _reference(kind, both.backward)
     return Passes(kind, memory_of(kind, extents), both, *runners)
+
+
+def _saved(kind: Kind) -> list[str]:
+    """The names of what the backward pass needs; of a softmax over one key, which is written out
+    where there are masks or limits, no result: the sums along its rows have one summand."""
+    written_out = kind.mask is not None or kind.limits
+    return ["lse"] if written_out and kind.keys == 1 else ["out", "lse"]
 
 
 def _compiled(both: Split) -> tuple[Runner, Runner]:
