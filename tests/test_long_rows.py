@@ -150,7 +150,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", small(LONG, "softmax", "layer norm"))
+@pytest.mark.parametrize("name", small(LONG, "softmax", "layer norm", "deviation"))
 def test_rows_that_no_kernel_holds(short: None, name: str) -> None:
     f, shapes, kernels = LONG[name]
     check(f, tuple(randn(*s) for s in shapes), kernels)

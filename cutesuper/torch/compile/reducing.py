@@ -65,7 +65,8 @@ def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
 def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
     """The dimensions that are reduced, last ones first. Adjacent ones are one, except the last of
     all where there are few rows: it is a row then, rows are reduced first, and where they meet
-    next. Rows that are too long for a kernel are divided."""
+    next. Rows that are too long for a kernel are divided, and their parts meet together with the
+    rows where they are few."""
     runs: list[list[int]] = []
     last = len(x.dims) - 1
     many = _one_row(x, dims)
@@ -76,8 +77,17 @@ def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
             runs.append([d])
     found = [tuple(f for d in run for f in x.dims[d]) for run in reversed(runs)]
     if dims and dims[-1] == last and found[0]:
-        found[:1] = divided(found[0], alone=equal(_count(x, dims), 1))
+        part, *parts = divided(found[0], alone=equal(_count(x, dims), 1))
+        beside = len(runs) > 1 and runs[-2][-1] == last - 1
+        if parts and beside and not x.absent and _short(whole := (*found[1], *parts[0])):
+            found[1:2], parts = [], [whole]  # the parts of all rows meet at once
+        found[:1] = [part, *parts]
     return found
+
+
+def _short(row: Dims) -> bool:
+    length = extent_of(row)
+    return isinstance(length, int) and length <= SHORT
 
 
 def _one_row(x: Value, dims: Sequence[int]) -> bool:
