@@ -483,8 +483,8 @@ def _limited(d: Draw, i: int) -> int:
     if len(shape) > 2 and rng.random() < 0.5:
         limits = d.source(shape[: rng.randint(1, len(shape) - 2)], "limits", "int32", columns)
         return d.step("limit_mask", i, limits, lower=lower, causal=rng.random() < 0.4)
-    lead = (rng.choice((1, n)) for n in shape[:-2])
-    limits = d.source((*lead, shape[-2], 1), "rising", "int32", columns)
+    *lead, rows, _ = shape
+    limits = d.source((*(rng.choice((1, n)) for n in lead), rows, 1), "rising", "int32", columns)
     return d.step("limit_mask", i, limits, lower=lower, causal=False)
 
 
