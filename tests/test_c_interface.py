@@ -48,7 +48,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     g, mu = two_kernels(symbol("M", 32))
     with fake_runtime():
         variant = compiled(mu, KernelCache(folder / "cache"))
-        export_program(g, variant, folder / "norm.so", folder / "norm.h")
+        export_program(g, [variant], folder / "norm.so", folder / "norm.h")
     return folder / "norm.so"
 
 
@@ -198,7 +198,8 @@ def test_the_example_in_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def load_steps(path: Path) -> list[Any]:
-    return read_metadata(path)["program"]["steps"]
+    (built,) = read_metadata(path)["programs"]
+    return built["program"]["steps"]
 
 
 def _run(*command: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 import cutesuper as cs
 from cutesuper.errors import DeviceError
+from cutesuper.runtime.gradient import Deferred, Gradient
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.programs import Kept, refuse_capture
 from cutesuper.targets import H200
@@ -121,32 +122,43 @@ def test_devices_captures_and_operators(monkeypatch: pytest.MonkeyPatch) -> None
     assert kept.made_on(gpus[0], "k", "f", lambda: 4) == 4 and len(kept) == 3
 
 
-def test_no_bucket_and_no_gradient_is_made_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other sizes than those of a bucket that is there, and the first call with a gradient."""
+@pytest.mark.parametrize("deferred", [False, True])
+def test_no_bucket_and_no_gradient_is_made_in_a_capture(
+    deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other sizes than those of a bucket that is there, and the first call with a gradient, or its
+    backward pass."""
     capturing, made = [False], list[Any]()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr("cutesuper.runtime.gradient.recorded", lambda found, inputs: found)
 
     def make(hints: dict[str, int]) -> Any:
         made.append(hints["M"])
         return SimpleNamespace(launches=hints["M"], steps=(), mugraph=None)
 
-    def gradient(kernel: Any, names: tuple[str, ...]) -> Any:
+    def derive(kernel: Any, names: tuple[str, ...]) -> Any:
         made.append(names)
-        return lambda inputs: ["recorded"]
+        return Gradient(kernel.graph, names, cs.split(kernel.graph, names), kernel, None)
 
     g = cs.new_kernel_graph()
     g.mark_output(g.new_input((cs.symbol("M", 8), 64), cs.float16, "x") * 2.0)
-    kernel = Kernel(g, H200, make, gradient)
+    kernel = Kernel(g, H200, make, derive, deferred=deferred)
     x: Any = SimpleNamespace(requires_grad=True, is_cuda=True)
+
+    def differentiated() -> Any:
+        called: Any = kernel._record([x], None)
+        assert isinstance(called, Deferred) == (deferred and ("x",) not in made)
+        return called.ready([x])[0].wrt
+
     assert kernel._launches({"M": 20}) == 32
     capturing[0] = True
     assert kernel._launches({"M": 5}) == 8 and kernel._launches({"M": 31}) == 32
     with pytest.raises(DeviceError, match=r"h200\) with M=33: its first .* before the capture"):
         kernel._launches({"M": 33})
-    with pytest.raises(DeviceError, match=r"h200\) with gradients of x: its first call"):
-        kernel._record([x], None)
+    with pytest.raises(DeviceError, match=r"h200\) with gradients of x: its first call.* backward"):
+        differentiated()
     capturing[0] = False
-    assert kernel._launches({"M": 33}) == 64 and kernel._record([x], None) == ["recorded"]
+    assert kernel._launches({"M": 33}) == 64 and differentiated() == ("x",)
     capturing[0] = True
-    assert kernel._launches({"M": 64}) == 64 and kernel._record([x], None) == ["recorded"]
+    assert kernel._launches({"M": 64}) == 64 and differentiated() == ("x",)
     assert made == [8, 32, 64, ("x",)]

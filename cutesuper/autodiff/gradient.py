@@ -111,7 +111,8 @@ def split(
         save: ``"none"``: compute everything again from the inputs. ``"auto"``: keep small or
             expensive values, the last such value on the way to each use:
 
-            * results of reductions and products whose last extent is 1 (rstd, a maximum);
+            * results of reductions and products whose last extent is 1 (rstd, a maximum), but for
+              those of products whose rows are computed and reduced again;
             * products over more than ``FLOPS_PER_BYTE * itemsize`` elements (344 in 16 bits):
               computing one element again takes longer than writing and reading it, which is why
               the scores of attention, over a head dimension, are computed again;

@@ -145,19 +145,40 @@ def _worth_keeping(reuse: Reuse, used: set[int]) -> set[int]:
 
 
 def _sparing(reuse: Reuse, worth: set[int]) -> set[int]:
-    """The values without the outputs that spare no product.
+    """The values without those that spare no product, if what is computed again needs them.
 
-    If the products before such an output are computed again anyway, so is the output: it is rounded
-    to its type and they are not, and their differences would be of the size of that rounding. The
+    If the products before an output are computed again anyway, so is the output: it is rounded to
+    its type and they are not, and their differences would be of the size of that rounding. The
     gradient of ``normalize(softmax(x @ w))`` in fp16 was 2.4e-4 where the exact one is 1e-7.
+
+    The same for statistics of rows of such products, if their rows are reduced again: another
+    kernel adds up products in another order. With logits of 3000 the share of the largest was 1 by
+    2e-4, and that is what was left of gradients of softmax that cancel. Attention reduces no rows
+    of scores, for which it keeps its output, and keeps their log-sum-exp.
     """
     kept = set(worth)
-    for i in sorted(worth & reuse.outputs, reverse=True):
-        if reuse.both.nodes[i].shape[-1:] == (1,) or _is_long_product(reuse.both, i):
+    for i in sorted(worth, reverse=True):
+        statistic = reuse.both.nodes[i].shape[-1:] == (1,)
+        if statistic and not _reduced_again(reuse, kept, i):
+            continue
+        if not statistic and (i not in reuse.outputs or _is_long_product(reuse.both, i)):
             continue
         if _products(reuse, kept - {i}) == _products(reuse, kept):
             kept.remove(i)
     return kept
+
+
+def _reduced_again(reuse: Reuse, kept: set[int], i: int) -> bool:
+    """True if a product that a kept value is made of is computed again, and its rows reduced."""
+    nodes = reuse.both.nodes
+    after = {j for j in reuse.both.needed([i], set(reuse.inputs)) if nodes[j].facets.contracts}
+    after &= _products(reuse, kept)
+    for j in sorted(reuse.both.needed(reuse.gradients, {*reuse.inputs, *kept})):
+        if after & set(nodes[j].inputs):
+            if lookup(nodes[j].operator).reduces:
+                return True
+            after.add(j)
+    return False
 
 
 def _products(reuse: Reuse, kept: set[int]) -> set[int]:

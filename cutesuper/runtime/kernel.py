@@ -333,7 +333,8 @@ class Kernel(Program):
     def refuse_new_gradient(self, names: tuple[str, ...]) -> None:
         """Raise DeviceError for programs that would have to be made in a capture."""
         if names not in self._gradients:
-            refuse_capture(f"{self!r} with gradients of {', '.join(names)}")
+            call = f"{self!r} with gradients of {', '.join(names)}"
+            refuse_capture(call, "call it and backward()")
 
     def _having_gradients(self, names: tuple[str, ...]) -> tuple[str, ...]:
         try:

@@ -111,10 +111,11 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def refuse_capture(call: str) -> None:
-    """Raise DeviceError while a CUDA graph is captured; ``call`` is what needs new kernels."""
+def refuse_capture(call: str, remedy: str = "call it") -> None:
+    """Raise DeviceError while a CUDA graph is captured; ``call`` is what needs new kernels, and
+    ``remedy`` makes them."""
     if is_capturing():
         raise DeviceError(
             f"{call}: its first call with arguments of this kind falls into the capture of a CUDA "
-            "graph, where kernels cannot be compiled or loaded; call it once before the capture"
+            f"graph, where kernels cannot be compiled or loaded; {remedy} once before the capture"
         )

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from itertools import pairwise, takewhile
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from cutesuper.torch.patch.report import Entry
 
@@ -25,7 +26,8 @@ def unclaimed(model: nn.Module, claimed: Collection[str]) -> list[Entry]:
     """
     found = [Entry(path, "MLP", why=_PLAIN) for path in _plain_mlps(model, claimed)]
     for path, module in model.named_modules():
-        counts = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3]
+        known = [p for p in module.parameters(recurse=False) if not is_lazy(p)]
+        counts = [p.shape[0] for p in known if p.dim() == 3]
         if len(counts) > 1 and set(counts) != {1} and len(set(counts)) == 1:
             found.append(Entry(path, type(module).__name__, why=_EXPERTS))
     return found
