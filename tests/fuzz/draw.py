@@ -479,12 +479,12 @@ def _limit_mask(d: Draw, op: Operator) -> None:
 def _limited(d: Draw, i: int) -> int:
     """Scores with a limit of sequences, or of rows."""
     rng, shape = d.rng, d.dims(i)
-    columns, lower = extent(shape[-1]), rng.random() < 0.5
-    if len(shape) > 2 and rng.random() < 0.5:
-        limits = d.source(shape[: rng.randint(1, len(shape) - 2)], "limits", "int32", columns)
+    columns, lower, leading = extent(shape[-1]), rng.random() < 0.5, len(shape) - 2
+    if leading and rng.random() < 0.5:
+        limits = d.source(shape[: rng.randint(1, leading)], "limits", "int32", columns)
         return d.step("limit_mask", i, limits, lower=lower, causal=rng.random() < 0.4)
-    *lead, rows, _ = shape
-    limits = d.source((*(rng.choice((1, n)) for n in lead), rows, 1), "rising", "int32", columns)
+    lead = (rng.choice((1, n)) for n in shape[:-2])
+    limits = d.source((*lead, shape[-2], 1), "rising", "int32", columns)
     return d.step("limit_mask", i, limits, lower=lower, causal=False)
 
 
