@@ -11,6 +11,8 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.operators.pointwise import FUNCTIONS
 from tests import zoo
 from tests.test_gpu import check
 
@@ -104,6 +106,48 @@ def deep(precision: str) -> KernelGraph:
 @pytest.mark.parametrize("make", [normed, gated, batched, summed, deep])
 def test_programs(make: Any, precision: str) -> None:
     check_scales(make(precision))
+
+
+def inside(domain: tuple[float, float], scale: float) -> torch.Tensor:
+    """Numbers of a domain, some of this size, that TF32 has too."""
+    x = scale * torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
+    low, high = domain
+    x = x.clamp(min=low * 0.99, max=high * 0.99) if low < 0 else low + x.abs()
+    return x.bfloat16().float().cuda()
+
+
+def check_functions(names: list[str], dtype: str) -> None:
+    """One kernel of functions of the same domain behind a product in float32."""
+    g = cs.new_kernel_graph()
+    x, w = g.new_input((24, 16), dtype, "X"), g.new_input((16, 16), dtype, "W")
+    product = g.convert(x, dtype="float32") @ g.convert(w, dtype="float32")
+    for name in names:
+        g.mark_output(getattr(g, name)(product))
+    kernel = cs.superoptimize(g)
+    for scale in (1e-4, 0.3, 2.0, 20.0, 80.0):
+        x = inside(TABLE[names[0]].domain, scale)
+        check(kernel, [t.to(getattr(torch, dtype)) for t in (x, torch.eye(16).cuda())])
+
+
+#: functions that share a kernel: they have the same domain
+TOGETHER = [
+    names[n : n + 7]
+    for domain in dict.fromkeys(TABLE[f.name].domain for f in FUNCTIONS)
+    for names in [[f.name for f in FUNCTIONS if TABLE[f.name].domain == domain]]
+    for n in range(0, len(names), 7)
+]
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("names", TOGETHER, ids=lambda n: n[0])
+def test_functions(names: list[str]) -> None:
+    """Behind a product that is exact, as exact as PyTorch's, near zero and at large arguments."""
+    check_functions(names, "float32")
+
+
+def test_functions_of_products_of_converted_operands() -> None:
+    """Operands of 16 bits that are multiplied in float32 have results as exact."""
+    check_functions(["exp", "tanh", "sigmoid", "silu"], "bfloat16")
 
 
 @pytest.mark.ptx
