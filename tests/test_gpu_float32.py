@@ -145,6 +145,7 @@ def test_functions(names: list[str]) -> None:
     check_functions(names, "float32")
 
 
+@pytest.mark.ptx
 def test_functions_of_products_of_converted_operands() -> None:
     """Operands of 16 bits that are multiplied in float32 have results as exact."""
     check_functions(["exp", "tanh", "sigmoid", "silu"], "bfloat16")
