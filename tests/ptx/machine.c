@@ -330,7 +330,10 @@ static uint32_t lookup3(uint32_t a, uint32_t b, uint32_t c, uint32_t table)
 static float flushed(float f) { return fabsf(f) < 0x1p-126f ? copysignf(0, f) : f; }
 
 /* A value with the 11 digits that tanh.approx has. */
-static float coarse(float f) { return f - fmodf(f, ldexpf(1, ilogbf(f) - 10)); }
+static float coarse(float f)
+{
+    return f == 0 || isnan(f) ? f : f - fmodf(f, ldexpf(1, ilogbf(f) - 10));
+}
 
 /* A value rounded up or down, given what it is rounded to the nearest. */
 static float rounded(double exact, float nearest, int up)
