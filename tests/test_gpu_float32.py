@@ -11,6 +11,7 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.pointwise import FUNCTIONS, Function
 from tests import zoo
 from tests.test_gpu import check
 
@@ -104,6 +105,49 @@ def deep(precision: str) -> KernelGraph:
 @pytest.mark.parametrize("make", [normed, gated, batched, summed, deep])
 def test_programs(make: Any, precision: str) -> None:
     check_scales(make(precision))
+
+
+def inside(domain: tuple[float, float], scale: float) -> torch.Tensor:
+    """Numbers of a domain, some of this size, that TF32 has too."""
+    x = scale * torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
+    low, high = domain
+    x = x.clamp(min=low * 0.99, max=high * 0.99) if low < 0 else low + x.abs()
+    return x.bfloat16().float().cuda()
+
+
+def check_functions(functions: list[type[Function]], dtype: str) -> None:
+    """One kernel of functions of the same domain behind a product in float32."""
+    g = cs.new_kernel_graph()
+    x, w = g.new_input((24, 16), dtype, "X"), g.new_input((16, 16), dtype, "W")
+    product = g.convert(x, dtype="float32") @ g.convert(w, dtype="float32")
+    for f in functions:
+        g.mark_output(getattr(g, f.name)(product))
+    kernel = cs.superoptimize(g)
+    for scale in (1e-4, 0.3, 2.0, 20.0, 80.0):
+        x = inside(functions[0].domain, scale)
+        check(kernel, [t.to(getattr(torch, dtype)) for t in (x, torch.eye(16).cuda())])
+
+
+#: functions that share a kernel: they have the same domain
+TOGETHER = [
+    same[n : n + 7]
+    for domain in dict.fromkeys(f.domain for f in FUNCTIONS)
+    for same in [[f for f in FUNCTIONS if f.domain == domain]]
+    for n in range(0, len(same), 7)
+]
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("functions", TOGETHER, ids=lambda fs: fs[0].name)
+def test_functions(functions: list[type[Function]]) -> None:
+    """Behind a product that is exact, as exact as PyTorch's, near zero and at large arguments."""
+    check_functions(functions, "float32")
+
+
+@pytest.mark.ptx
+def test_functions_of_products_of_converted_operands() -> None:
+    """Operands of 16 bits that are multiplied in float32 have results as exact."""
+    check_functions(TOGETHER[0], "bfloat16")
 
 
 @pytest.mark.ptx

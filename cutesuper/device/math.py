@@ -18,8 +18,9 @@ MAX_POSITION = (1 << 31) - 1
 class DeviceMath:
     """fp32 functions; ``fast`` uses the approximate special-function unit.
 
-    The approximations are good to about 2 ulp of fp32, far below the rounding of a 16-bit result;
-    kernels that store fp32 use the accurate forms.
+    The approximations are good to about 2 ulp of fp32 (e^x to more, the larger x is; tanh to 2^-11
+    of itself), not above the rounding of a 16-bit result. Kernels that store fp32 or multiply it
+    use the accurate forms.
     """
 
     def __init__(self, fast: bool) -> None:

@@ -84,8 +84,9 @@ class Known:
         """Derive the facts of a plan, for the architecture that is being compiled for."""
         extents, s = Extents(plan.program, plan.arguments), plan.schedule
         m, n, k = plan.tile
+        wide = plan.element_bytes > 2 or any(plan.itemsize(o.view) > 2 for o in plan.outputs)
         return Known(
-            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), m, n, k,
+            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=not wide), m, n, k,
             column_groups(plan), s.stages, s.warpgroups, 4 * s.warpgroups, plan.helpers,
             plan.cluster, plan.blocks_n, k // plan.chunk, m // 4, n // plan.cluster,
             len(plan.finals), s.dependent_launch,
