@@ -323,6 +323,14 @@ def test_kinks_are_pytorchs() -> None:
     assert gradient_at(lambda g, x: g.log1p_exp(x), [-inf, 0, inf]) == [0, 0.5, 1]
 
 
+@pytest.mark.parametrize("name", ["relu", "clamp", "hardtanh"])
+def test_what_is_cut_off_has_no_gradient_even_of_infinity(name: str) -> None:
+    """PyTorch chooses where we would multiply: the slope of a root is inf at what a relu cuts."""
+    ends = () if name == "relu" else (0.0, 6.0)
+    found = gradient_at(lambda g, x: g.sqrt(getattr(g, name)(x, *ends)), [-1, 4, 9])
+    assert found == [0, 0.25, 1 / 6 if name == "relu" else 0]
+
+
 def test_gelu_of_infinity_is_infinity_in_vectors_too() -> None:
     """PyTorch's on a CPU gives NaN for eight float32 numbers at once, and inf for one."""
     g = graph(lambda g, x: g.gelu(x), (1, 8))

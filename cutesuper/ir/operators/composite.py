@@ -123,7 +123,7 @@ class Hardtanh(Clamp):
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor]:
         above, below = g.sub(args[0], attributes["min"]), g.sub(attributes["max"], args[0])
-        return (g.mul(dy, g.mul(g.step(above), g.step(below))),)
+        return (g.keep(g.mul(g.step(above), g.step(below)), dy),)
 
 
 @operator

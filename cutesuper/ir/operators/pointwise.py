@@ -171,7 +171,7 @@ FUNCTIONS = (
         of_tensor=lambda torch, x: torch.nn.functional.gelu(x).where(x != torch.inf, x),
         of_element=lambda m, x: 0.5 * x * (1.0 + m.erf(x * 0.7071067811865476)), keeps_zero=True),
     # dy where the result is positive: the result may be kept in place of the operand
-    function("relu", "max(x, 0).", lambda g, x, y, dy: g.mul(dy, g.step(y)),
+    function("relu", "max(x, 0).", lambda g, x, y, dy: g.keep(g.step(y), dy),
         of_element=lambda m, x: m.maximum(x, 0.0), keeps_zero=True, flat=True, at_hidden=0.0),
     function("sigmoid", "1 / (1 + e^-x).", lambda g, x, y, dy: g.mul(dy, g.mul(y, g.sub(1.0, y))),
         at_hidden=0.0, above_zero=True),
@@ -282,10 +282,10 @@ class Clamp(_Unary):
         x, inside = args[0], dy
         if attributes["min"] > -inf:
             below = g.step(g.sub(attributes["min"], x))
-            inside = g.mul(inside, g.sub(1.0, below))
+            inside = g.keep(g.sub(1.0, below), inside)
         if attributes["max"] < inf:
             above = g.step(g.sub(x, attributes["max"]))
-            inside = g.mul(inside, g.sub(1.0, above))
+            inside = g.keep(g.sub(1.0, above), inside)
         return (inside,)
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
