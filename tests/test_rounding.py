@@ -371,3 +371,13 @@ def test_weights_of_wrong_labels_refuse_nothing() -> None:
     g.mark_output(g.silu(total), "float32")
     g.mark_output(g.sum(total, 2))
     check_rounding(g, choose(g, Options(H200, tuned=False))[1].candidate.mugraph)
+
+
+def test_outputs_of_labels_alone_are_judged() -> None:
+    """They are the same in all trials."""
+    g = cs.new_kernel_graph()
+    x = g.new_input((cs.symbol("M", 7), 2), "float16")
+    label = g.new_input((1, 1), "int64")
+    g.mark_output(g.softmax(x, 0))
+    g.mark_output(g.label_weight(label, classes=3))
+    check_rounding(g, choose(g, Options(H200, tuned=False))[1].candidate.mugraph)

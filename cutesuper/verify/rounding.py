@@ -250,6 +250,8 @@ class _TrialDomain(TorchDomain):
     def store(
         self, x: TorchValue, mapped: Sequence[Mapped], window: Window, into: TorchValue | None
     ) -> TorchValue:
+        if "trial" not in x.dims:  # it depends on integers alone, which all trials share
+            x = TorchValue(("trial", *x.dims), x.data[None])
         return super().store(x, [self._trials(x), *mapped], window, into)
 
     def finish(self, x: TorchValue, mapped: Sequence[Mapped]) -> TorchValue:
