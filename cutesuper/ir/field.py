@@ -523,7 +523,10 @@ class FieldAlgebra:
             shape = [n for d, n in zip(x.dims, x.p.shape, strict=True) if d not in over]
             fresh = uniform(self.shifts, kept, shape, x.q is not None, self.primes)
             fresh = x.like(kept, fresh.p, fresh.q)
-            return fresh.hide(np.asarray(x.gone().all(axes))) if x.masked else fresh
+            if not x.masked:
+                return fresh
+            seen = ~x.gone() if valid is None else ~x.gone() & align(valid[1], valid[0], x.dims)
+            return fresh.hide(np.asarray(~seen.any(axes)))
         rank = self._rank(x)
         if valid is not None:
             rank = rank * align(valid[1], valid[0], x.dims)
