@@ -405,7 +405,7 @@ class FieldAlgebra:
         self.partial: list[FieldValue] = []
         self._keys: dict[str, int] = {}
         self._constants: dict[float, FieldValue] = {}
-        self._zero_root: Residues | None = None  # the square root of 0, once one was taken
+        self._zero_root: int | None = None  # the square root of 0, once one was taken
 
     # element-wise --------------------------------------------------------------------------
 
@@ -470,7 +470,7 @@ class FieldAlgebra:
         """An opaque square root; nothing can be divided by that of 0: ``0 / sqrt(0)`` is NaN."""
         y = self.opaque("sqrt", x)
         if self._zero_root is None and not x.p.all():
-            self._zero_root = y.p.flat[np.argmin(x.p)]
+            self._zero_root = int(y.p.flat[np.argmin(x.p)])
         return y
 
     def constant(self, value: float) -> FieldValue:
