@@ -331,6 +331,15 @@ def test_what_is_cut_off_has_no_gradient_even_of_infinity(name: str) -> None:
     assert found == [0, 0.25, 1 / 6 if name == "relu" else 0]
 
 
+def test_a_clamp_of_nan_has_no_gradient() -> None:
+    assert gradient_at(lambda g, x: g.clamp(x, 0.0, 6.0), [float("nan"), inf, -inf, 6]) == [
+        0,
+        0,
+        0,
+        1,
+    ]
+
+
 def test_gelu_of_infinity_is_infinity_in_vectors_too() -> None:
     """PyTorch's on a CPU gives NaN for eight float32 numbers at once, and inf for one."""
     g = graph(lambda g, x: g.gelu(x), (1, 8))

@@ -655,6 +655,8 @@ SLOPES = {
     "hardtanh": F.hardtanh, "softshrink": F.softshrink, "hardshrink": F.hardshrink,
     "threshold": lambda x: F.threshold(x, 1.0, 2.0), "abs": torch.abs,
     "clamp": lambda x: x.clamp(-1, 3), "maximum": lambda x: torch.maximum(x, 0.5 * x),
+    "maximum of a number": lambda x: torch.maximum(x, torch.ones_like(x)),
+    "minimum of a number": lambda x: torch.minimum(x, torch.full_like(x, 2)), "sinc": torch.sinc,
     "logits": lambda x: F.binary_cross_entropy_with_logits(x, x * 0, reduction="none"),
     "smooth l1": lambda x: F.smooth_l1_loss(x, 0.5 * x, reduction="none"),
     "huber": lambda x: F.huber_loss(x, 0.5 * x, reduction="none"),
@@ -664,7 +666,7 @@ SLOPES = {
 @pytest.mark.parametrize("name", SLOPES)
 def test_slopes_where_pieces_meet(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """PyTorch's, also at the very points where a function is put together."""
-    x = torch.tensor([[0.0, -0.0, 1, -1, 0.5, -0.5, 2, -2, 3, -3, 4, 6, 20]], requires_grad=True)
+    x = torch.tensor([[0.0, -0.0, 1, -1, 0.5, -0.5, 2, -2, 3, -3, 4, 6, 100]], requires_grad=True)
     program = traced(monkeypatch, SLOPES[name], (x.detach(),))
     [graph] = [r.kernel.graph for r in program.regions]
     [found] = run_reference(cs.grad(graph), [x.detach(), torch.ones(x.shape)])

@@ -281,11 +281,9 @@ class Clamp(_Unary):
         """dy from min to max, both included, as in PyTorch."""
         x, inside = args[0], dy
         if attributes["min"] > -inf:
-            below = g.step(g.sub(attributes["min"], x))
-            inside = g.keep(g.sub(1.0, below), inside)
+            inside = g.keep(g.at_least(x, attributes["min"]), inside)
         if attributes["max"] < inf:
-            above = g.step(g.sub(x, attributes["max"]))
-            inside = g.keep(g.sub(1.0, above), inside)
+            inside = g.keep(g.at_least(attributes["max"], x), inside)
         return (inside,)
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:

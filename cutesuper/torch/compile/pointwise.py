@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import inf, isfinite, isnan, log, sqrt
+from math import inf, isfinite, isnan, log, pi, sqrt
 from typing import Any
 
 import torch
@@ -314,45 +314,36 @@ def _clamp(
 
 def _between(
     g: KernelGraph,
-    x: Operand,
+    x: Tensor,
     min: Operand | None = None,  # noqa: A002
     max: Operand | None = None,  # noqa: A002
 ) -> Operand:
+    if not isinstance(min, Tensor) and not isinstance(max, Tensor):
+        return _clamp(g, x, min, max)
     x = x if min is None else _maximum(g, x, min)
     return x if max is None else _minimum(g, x, max)
 
 
-def _maximum(g: KernelGraph, x: Operand, y: Operand) -> Operand:
-    return _limited(x, y, lambda t, n: g.clamp(t, n, inf), g.maximum)
+def _maximum(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
+    """No clamp where one is a number: where both are equal, each has half of the cotangent."""
+    if not isinstance(x, Tensor) and not isinstance(y, Tensor):
+        raise Mismatch("compares numbers only")
+    return g.maximum(x, y)
 
 
-def _minimum(g: KernelGraph, x: Operand, y: Operand) -> Operand:
-    return _limited(
-        x, y, lambda t, n: g.clamp(t, -inf, n),
-        lambda x, y: g.mul(g.maximum(g.mul(x, -1.0), g.mul(y, -1.0)), -1.0),
-    )  # fmt: skip
+def _minimum(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
+    return g.mul(_maximum(g, _negative(g, x), _negative(g, y)), -1.0)
 
 
-def _limited(
-    x: Operand,
-    y: Operand,
-    by_number: Callable[[Tensor, float], Tensor],
-    of_tensors: Callable[[Tensor, Tensor], Tensor],
-) -> Operand:
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return of_tensors(x, y)
-    if isinstance(x, Tensor):
-        return by_number(x, float(y))  # type: ignore[arg-type]
-    if isinstance(y, Tensor):
-        return by_number(y, float(x))
-    raise Mismatch("compares numbers only")
+def _negative(g: KernelGraph, x: Operand) -> Operand:
+    return g.mul(x, -1.0) if isinstance(x, Tensor) else -x
 
 
 def _gelu(g: KernelGraph, x: Tensor, approximate: str = "none") -> Operand:
     """gelu(x); with "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), arXiv 1606.08415."""
     if approximate == "none":
         return g.gelu(x)
-    inner = g.mul(g.add(x, g.mul(g.mul(g.square(x), x), 0.044715)), sqrt(2 / 3.141592653589793))
+    inner = g.mul(g.add(x, g.mul(g.mul(g.square(x), x), 0.044715)), sqrt(2 / pi))
     return g.mul(g.mul(x, 0.5), g.add(g.tanh(inner), 1.0))
 
 
@@ -391,6 +382,17 @@ def _elu(
     """x above 0, alpha (exp(x) - 1) below; each of the two parts is 0 on the other's side."""
     below = g.mul(g.expm1(g.mul(g.clamp(x, -inf, 0.0), float(input_scale))), float(alpha))
     return g.mul(g.add(g.relu(x), below), float(scale))
+
+
+def _celu(g: KernelGraph, x: Tensor, alpha: float = 1.0) -> Operand:
+    return _elu(g, x, alpha, 1.0, 1.0 / alpha)
+
+
+def _sinc(g: KernelGraph, x: Tensor) -> Operand:
+    """sin(pi x) / (pi x), 1 at 0: divided by 1 there, so that its gradient is 0 and not NaN."""
+    angle = g.mul(x, pi)
+    zero = _equal(g, angle, 0.0)
+    return g.add(g.keep(g.sub(1.0, zero), g.div(g.sin(angle), g.add(angle, zero))), zero)
 
 
 def _hardsigmoid(g: KernelGraph, x: Tensor) -> Operand:
@@ -520,6 +522,8 @@ enter_all({
     "aten.leaky_relu.default": _unary(
         lambda g, x, negative_slope=0.01: g.leaky_relu(x, negative_slope), "negative_slope"),
     "aten.elu.default": _unary(_elu, "alpha", "scale", "input_scale"),
+    "aten.celu.default": _unary(_celu, "alpha"),
+    "aten.sinc.default": _unary(_sinc),
     "aten.hardsigmoid.default": _unary(_hardsigmoid),
     "aten.hardswish.default": _unary(lambda g, x: g.mul(x, _hardsigmoid(g, x))),
     "aten.hardtanh.default": Pointwise(
