@@ -37,8 +37,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {
         "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
 }  # fmt: skip
-#: sequences, tokens of their prompts, and places in the cache
-BATCH, PROMPT, LENGTH = 2, 8, 32
+#: sequences, tokens of their prompts, how many of the second are padding, and places in the cache
+BATCH, PROMPT, PADDING, LENGTH = 2, 8, 3, 32
 
 
 def model_of(name: str) -> Any:
@@ -51,19 +51,24 @@ def model_of(name: str) -> Any:
     return getattr(transformers, kind)(getattr(transformers, config)(**{**sizes, **own})).eval()
 
 
-def inputs_of(model: Any, step: bool) -> dict[str, Any]:
-    """Arguments of a step behind a prompt, or of a prompt with a cache that is empty."""
+def inputs_of(model: Any, what: str) -> dict[str, Any]:
+    """Arguments of a "step" behind a prompt, or of a "prompt" with a cache that is empty; "padded
+    step" and "padded prompt" of sequences with padding on the left."""
     from transformers import StaticCache
 
     torch.manual_seed(1)
     cache = StaticCache(config=model.config, max_cache_len=LENGTH)
-    tokens = torch.randint(3, 90, (BATCH, PROMPT))
-    model(input_ids=tokens, past_key_values=cache)  # a first call allocates the cache
-    if step:
+    tokens, shown = torch.randint(3, 90, (BATCH, PROMPT)), torch.ones(BATCH, PROMPT + 1).long()
+    shown[1, :PADDING] = 0
+    padded = {"attention_mask": shown[:, :PROMPT]} if what.startswith("padded") else {}
+    model(input_ids=tokens, past_key_values=cache, **padded)  # a first call allocates the cache
+    if what.endswith("step"):
+        padded = {"attention_mask": shown} if padded else {}
+        places = shown.sum(1, keepdim=True) - 1 if padded else torch.full((BATCH, 1), PROMPT)
         return {"input_ids": tokens[:, :1].clone(), "past_key_values": cache,
-                "position_ids": torch.full((BATCH, 1), PROMPT)}  # fmt: skip
+                "position_ids": places, **padded}  # fmt: skip
     cache.reset()
-    return {"input_ids": tokens, "past_key_values": cache, "logits_to_keep": 1}
+    return {"input_ids": tokens, "past_key_values": cache, "logits_to_keep": 1, **padded}
 
 
 def taken(model: Any, given: dict[str, Any], monkeypatch: Any) -> tuple[Any, str]:

@@ -22,6 +22,8 @@ from tests.families import FAMILIES, inputs_of, model_of, taken  # noqa: E402
 CASES = [
     *((name, "step") for name in FAMILIES),
     *((name, "prompt") for name in ("llama", "gemma2", "mistral")),
+    ("llama", "padded step"),
+    ("gemma3", "padded prompt"),
 ]
 
 
@@ -31,12 +33,12 @@ def test_programs_of_a_family(
 ) -> None:
     with torch.no_grad():
         model = model_of(name)
-        given = inputs_of(model, what == "step")
+        given = inputs_of(model, what)
         eager, exact = (logits(model, copy.deepcopy(given), d) for d in (None, torch.float64))
         found, text = taken(model, given, monkeypatch)
     report = acceptable(found, exact, eager, eager.dtype)
     assert report, report.message
-    golden(f"families/{name}_{what}.txt", text)
+    golden(f"families/{name}_{what.replace(' ', '_')}.txt", text)
 
 
 def logits(model: Any, given: dict[str, Any], dtype: Any) -> Any:

@@ -48,3 +48,29 @@ def test_attention_behind_a_cache(queries: int, capped: bool) -> None:
         found, eager = program(q, k, v, place), fn(q, k, v, place)
         report = acceptable(found, fn(q.double(), k.double(), v.double(), place), eager, q.dtype)
         assert report, report.message
+
+
+@pytest.mark.parametrize("form", ["bool", "added", "bias"])
+def test_padding_in_front(form: str) -> None:
+    """Sequences with padding on the left, of which the first rows see nothing."""
+    torch.manual_seed(3)
+    q = torch.randn(2, 4, 5, 64, device="cuda").bfloat16()
+    k, v = (torch.randn(2, 2, PLACES, 64, device="cuda").bfloat16() for _ in range(2))
+    padding = torch.arange(PLACES, device="cuda") >= torch.tensor([[0], [43]], device="cuda")
+    bias = torch.randn(4, 1, PLACES, device="cuda").bfloat16()
+
+    def attend(q: Any, k: Any, v: Any, start: Any, padding: Any, bias: Any) -> Any:
+        rows = (torch.arange(5, device=q.device) + start)[:, None]
+        mask = (torch.arange(PLACES, device=q.device) <= rows) & padding[:, None, None]
+        if form == "added":
+            mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
+        elif form == "bias":
+            mask = torch.where(padding[:, None, None], bias, -torch.inf).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    others = torch.tensor(41, device="cuda"), padding, bias
+    program = cs.superoptimize(attend, (q, k, v, *others))
+    found, eager = program(q, k, v, *others), attend(q, k, v, *others)
+    exact = attend(q.double(), k.double(), v.double(), *others)
+    report = acceptable(found, exact, eager, q.dtype)
+    assert report, report.message

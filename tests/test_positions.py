@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from cutesuper.errors import TraceError  # noqa: E402
 from cutesuper.torch.compile import trace  # noqa: E402
 from cutesuper.torch.compile.partition import Partition  # noqa: E402
 from cutesuper.torch.compile.region import Region  # noqa: E402
@@ -378,9 +377,10 @@ def test_a_mask_that_others_read_is_made(name: str) -> None:
     ]
 
 
-# ----------------------------------------------------------------------------------------- refused
+# ------------------------------------------------------------------------------------- other masks
 
-REFUSED: dict[str, tuple[Mask, int]] = {
+#: masks that are no limits, or not alone
+OTHERS: dict[str, tuple[Mask, int]] = {
     "from outside": (lambda q, p: MASK, 1),
     "of several queries": (MASKS["bool"], 2),
     "of two conditions": (lambda q, p: MASKS["bool"](q, p) & MASKS["turned"](q, p - 1), 1),
@@ -398,23 +398,28 @@ REFUSED: dict[str, tuple[Mask, int]] = {
         lambda q, p: (_keys(p) <= (p[:, None] + torch.arange(4))[:, :, None])[:, :, None], 1),
     "keys in another order": (lambda q, p: (_keys(p).flip(0) <= p[:, None])[:, None, None], 1),
     "positions of floats": (lambda q, p: (_keys(p) <= p.float()[:, None])[:, None, None], 1),
+    "padding": (lambda q, p: PADDING[:, None, None], 3),
+    "no padding": (lambda q, p: ~PADDING[:, None, None], 3),
+    "padding before positions": (lambda q, p: (
+        _keys(p) <= _from(p, 3)[:, None]) & PADDING[:, None, None], 3),
+    "padding or later": (lambda q, p: torch.where(
+        (_keys(p) > _from(p, 3)[:, None]) | ~PADDING[:, None, None], -torch.inf, 0.0), 3),
+    "padding, the lowest number": (lambda q, p: torch.where(
+        PADDING[:, None, None], 0.0, torch.finfo(torch.float32).min), 3),
+    "padding and a window": (lambda q, p: _window(p, p, 4)[:, None, None]
+        & PADDING[:, None, None], 1),
+    "padding of heads": (lambda q, p: PADDING[None, :, None] & PADDING[:, None, None], 3),
+    "a bias": (lambda q, p: torch.where(PADDING[:, None, None], q[..., :1], -torch.inf), 3),
 }  # fmt: skip
 MASK = torch.ones(4, 1, 1, S, dtype=torch.bool)
+PADDING = torch.arange(S) >= torch.tensor([0, 3, 9, 20])[:, None]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_masks_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    mask, length = REFUSED[name]
-    reason = "several queries" if length > 1 else "is not made of positions here"
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_masks_are_read(name: str) -> None:
+    mask, length = OTHERS[name]
     fn, inputs = Decode(mask), tensors(4, length=length)
-    with pytest.raises(TraceError, match=rf"takes a mask tensor.*{reason}"):
-        traced(monkeypatch, fn, inputs)
-    found = parts(fn, inputs)
-    assert any(reason in why for why in found.refused.values())
-
-
-def test_a_mask_that_is_an_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, p = tensors()
-    with pytest.raises(TraceError, match="is not made of positions here"):
-        traced(monkeypatch, F.scaled_dot_product_attention,
-               (q[:, :2], k, v, MASKS["bool"](q, p)))  # fmt: skip
+    program, found = in_parts(fn, inputs)
+    assert not [n for n in found.refused if "attention" in str(n.target)]
+    for shift in (0, 5):
+        check(program, fn, (*inputs[:3], (inputs[3] + shift) % S))

@@ -40,8 +40,8 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     translated,
 )
-from cutesuper.torch.compile.length_masks import Lengths, mask_of, read_lengths
-from cutesuper.torch.compile.masked import join_lengths, lengths_in, limited
+from cutesuper.torch.compile.length_masks import Lengths, lengths_of, mask_of
+from cutesuper.torch.compile.masked import join_lengths, lengths_in, limited, seen
 from cutesuper.torch.compile.products import multiplied
 from cutesuper.torch.compile.table import Arguments, Entry, arguments_of, enter, entry_of, number
 
@@ -155,10 +155,16 @@ class Attention(_Attention):
     products: ClassVar[int] = 2
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        limits = self._limits(node, a)
-        q, _, v = self.sides(s, node, a)
+        limits = lengths_of(node)
+        if limits is not None and _causal(a):
+            raise Unsupported(node, "is causal and has a mask; make the mask causal")
+        q, k, v = self.sides(s, node, a)
         for given in [] if limits is None else limits.nodes:
             join_lengths(s, given, q.dims[0])
+        for beside in [] if limits is None else limits.beside:
+            if leaves(q.dims[-2]) and leaves(q.dims[-2]) == leaves(k.dims[-2]):
+                raise Unsupported(node, "takes a mask tensor, and queries that are keys as well")
+            s.broadcast(node, [_scores_of(q, k), s.of(beside)])
         y = Value((*q.dims[:-1], v.dims[-1]))
         if not isinstance(node.meta["val"], tuple | list):
             return y
@@ -181,7 +187,7 @@ class Attention(_Attention):
     def _alone(self, b: Builder, node: fx.Node, a: Arguments, at: _Places) -> Tensor:
         """The result without its logarithms."""
         query = multiplied(b, node, a["query"], at.query)
-        limits, sequences = self._limits(node, a), b.value(a["query"]).dims[0]
+        limits, sequences = lengths_of(node), b.value(a["query"]).dims[0]
         heads, rank = at.key, 2
         counted = limits is not None and (limits.node is not None or limits.first is not None)
         if counted and not leaves(sequences):
@@ -189,10 +195,11 @@ class Attention(_Attention):
             heads, rank = (None, *heads), len(heads) + 1
         key = multiplied(b, node, a["key"], heads, rank)
         value = multiplied(b, node, a["value"], at.value)
-        if limits is not None and limits.first is not None:
+        if limits is not None and (limits.first is not None or limits.beside):
             scale = _scale(node, a)
             scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
             scores = b.g.mul(b.g.matmul(query, b.g.transpose(key)), scale)
+            scores = seen(b, scores, limits, self._beside(b, node, limits, at))
             scores = limited(b, node, scores, limits, sequences)
             return b.g.matmul(b.g.softmax(scores), value)
         return b.g.scaled_dot_product_attention(
@@ -204,10 +211,19 @@ class Attention(_Attention):
             lengths=None if limits is None else lengths_in(b, node, limits, sequences),
         )
 
-    def _limits(self, node: fx.Node, a: Arguments) -> Lengths | None:
-        """The lengths that the mask stands for; None without one. Raises Unsupported."""
-        mask = mask_of(a)
-        return None if mask is None else read_lengths(node, mask)
+    def _beside(self, b: Builder, node: fx.Node, limits: Lengths, at: _Places) -> list[Tensor]:
+        """The tensors that meet the scores, in the kernel graph."""
+        a = arguments_of(node)
+        scores = _scores_of(b.value(a["query"]), b.value(a["key"]))
+        whole = (*at.front, at.rows, at.keys)
+        slots = [translated(whole, correspondence(scores, b.value(n))) for n in limits.beside]
+        pairs = zip(limits.beside, slots, strict=True)
+        return [b.tensor(node, n, own, rank=len(own)) for n, own in pairs]
+
+
+def _scores_of(q: Value, k: Value) -> Value:
+    """The dimensions of scores."""
+    return Value((*q.dims[:-1], k.dims[-2]))
 
 
 def _sums_of(node: fx.Node, sums: Any, q: Value) -> Value | None:

@@ -4,6 +4,10 @@ before: attention with the mask ``(arange(S) <= positions[:, None])[:, None, Non
 same with a length for each sequence, ``positions + 1``. The mask is a function of the positions
 alone, so no kernel reads it, and if nothing else does it is not computed at all. The same is done
 with a mask that is added to scores, before a softmax that a model has written itself.
+
+before: attention with the mask ``(arange(S) <= positions[:, None]) & padding``; after: with the
+lengths, and with ``padding``, which kernels read where it lies. Any other mask of attention is read
+as it is.
 """
 
 from __future__ import annotations
@@ -18,17 +22,11 @@ from torch import fx
 
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.factored_dims import equal
-from cutesuper.torch.compile.graph_builder import FLOATS, Unsupported, fake
-from cutesuper.torch.compile.positions import Condition, Limit, as_kind, marks_of
+from cutesuper.torch.compile.graph_builder import FLOATS, fake
+from cutesuper.torch.compile.positions import Condition, Given, Limit, as_kind, marks_of
 from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of, products
 from cutesuper.torch.compile.views import Filled, negated, turned
 
-#: what is wrong with a mask, and what to do
-_OTHER = "takes a mask tensor that is not made of positions here"
-_INSTEAD = (
-    "one for each sequence (torch.arange(S) <= positions[:, None]); use is_causal, "
-    "or cs.ops.attention with key_lengths"
-)
 #: masks that are added to scores
 _FILLED = ("added", "lowest")
 
@@ -57,6 +55,8 @@ class Lengths:
         causal: whether the last query sees these keys, and each one before it one less; without a
             node, whether the first query sees one key, and each one behind it one more.
         first: the first key that is seen, where others are in front of it.
+        given: conditions that a key has to meet besides.
+        added: a mask that is added to the scores; where it is -inf a key is not seen.
     """
 
     node: fx.Node | None
@@ -64,12 +64,20 @@ class Lengths:
     most: int
     causal: bool = False
     first: First | None = None
+    given: tuple[Given, ...] = ()
+    added: fx.Node | None = None
 
     @property
     def nodes(self) -> list[fx.Node]:
         """The integers that the limits are made of."""
         both = (self.node, self.first.node if self.first else None)
         return [n for n in both if n is not None]
+
+    @property
+    def beside(self) -> list[fx.Node]:
+        """The tensors that meet the scores."""
+        found = [n.node for n in self.given]
+        return found if self.added is None else [*found, self.added]
 
 
 def mask_of(a: Arguments) -> Any:
@@ -105,7 +113,7 @@ def added_mask(node: fx.Node, a: Arguments) -> fx.Node | None:
         t = scores.meta.get("val")
         whole = isinstance(t, torch.Tensor) and t.shape == result.shape
         found = marks_of(mask) if whole else None
-        if isinstance(found, Condition) and found.kind in _FILLED:
+        if isinstance(found, Condition) and found.kind in _FILLED and not found.given:
             return mask if _between_products(scores, node) else None
     return None
 
@@ -124,46 +132,37 @@ def _between_products(scores: fx.Node, masked: fx.Node) -> bool:
 
 
 def lengths_of(node: fx.Node) -> Lengths | None:
-    """The lengths that the mask of a node is made of; None if it has no such mask."""
+    """What the mask of a node is made of; None if it has none, or one that is added to scores and
+    made of something else than positions."""
     mask = mask_read(node)
     if mask is None:
         return None
-    try:
-        return read_lengths(node, mask)
-    except Unsupported:
-        return None
-
-
-def read_lengths(node: fx.Node, mask: fx.Node) -> Lengths:
-    """The lengths that a mask is made of.
-
-    Args:
-        node: the attention, or the sum of scores and the mask.
-        mask: see `mask_read`.
-
-    Raises:
-        Unsupported: it is made of something else, or leaves no range of keys.
-    """
-    scores = _scores(node)
     found = marks_of(mask)
     found = as_kind(found, "visible") or found
-    if not isinstance(found, Condition) or not _fits(found, fake(mask), scores):
-        raise Unsupported(node, f"{_OTHER}, {_INSTEAD}")
+    lengths = _read(found, fake(mask), _scores(node)) if isinstance(found, Condition) else None
+    if lengths is not None or not _attends(node.target):
+        return lengths
+    if fake(mask).dtype is torch.bool:
+        return Lengths(None, 0, 0, given=(Given(mask, True),))
+    return Lengths(None, 0, 0, added=mask)
+
+
+def _read(found: Condition, mask: torch.Tensor, scores: Sequence[Any]) -> Lengths | None:
+    """The lengths and conditions that stand for a mask; None if they leave no range of keys."""
+    if not _fits(found, mask, scores):
+        return None
     queries, keys = scores[-2:]
     limits = [n for n in found.limits if not _hides_nothing(n, queries, keys)]
     ends, starts = [n for n in limits if n.upper], [n for n in limits if not n.upper]
-    if max(len(ends), len(starts)) > 1 or (found.kind == "lowest" and not _shows_one(ends, starts)):
-        raise Unsupported(node, f"{_OTHER}, {_INSTEAD}")
+    shown = not found.given and _shows_one(ends, starts)
+    if max(len(ends), len(starts)) > 1 or (found.kind == "lowest" and not shown):
+        return None
     lengths = _lengths(ends, queries, keys)
     if lengths is not None and starts:
         lengths = replace(lengths, first=_first(starts[0], queries, keys))
     if lengths is None or (starts and lengths.first is None):
-        raise Unsupported(
-            node,
-            "takes a mask tensor made of positions for several queries; kernels have lengths for "
-            "one query of each sequence, or the same with a key more for each query",
-        )
-    return lengths
+        return None
+    return replace(lengths, given=found.given)
 
 
 def _scores(node: fx.Node) -> Sequence[Any]:
@@ -238,7 +237,7 @@ def reads(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes if entry is None else entry.reads(node, a)
     others = [a[n] for n in ("query", "key", "value", "self", "other") if n in a]
     needed = [n for n in others if n is not mask]
-    return [*needed, *lengths.nodes]
+    return [*needed, *lengths.nodes, *lengths.beside]
 
 
 def makers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -271,7 +270,7 @@ def _makers(node: fx.Node) -> Iterator[fx.Node]:
     todo = [mask_read(node)]
     while todo:
         n = todo.pop()
-        if n is None or n in lengths.nodes:
+        if n is None or n in lengths.nodes or n in lengths.beside:
             continue
         if isinstance(n.meta.get("val"), torch.Tensor):
             yield n

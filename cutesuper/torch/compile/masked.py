@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from cutesuper.ir.graph import Tensor
 from cutesuper.torch.compile.factored_dims import Dims, extent_of, leaves, unify
 from cutesuper.torch.compile.graph_builder import Builder, Built, Shapes, Unsupported, Value
 from cutesuper.torch.compile.length_masks import Lengths, lengths_of, mask_read
-from cutesuper.torch.compile.pointwise import Pointwise, added
+from cutesuper.torch.compile.pointwise import Pointwise, added, infinite
 from cutesuper.torch.compile.table import Arguments, enter_all
 
 
@@ -53,6 +55,16 @@ def join_lengths(s: Shapes, lengths: fx.Node, sequences: Dims) -> None:
     elif not isinstance(extent_of(sequences), int):
         raise Unsupported(lengths, "is one length for sequences whose number is known at the call")
     s.whole(sequences)
+
+
+def seen(b: Builder, x: Tensor, limits: Lengths, beside: Sequence[Tensor]) -> Tensor:
+    """Scores that meet the tensors beside them: conditions, and a mask that is added."""
+    given, added_ = beside[: len(limits.given)], beside[len(limits.given) :]
+    for condition, t in zip(limits.given, given, strict=True):
+        x = b.g.hide(t if condition.visible else b.g.sub(1.0, t), x)
+    for t in added_:
+        x = b.g.hide(b.g.sub(1.0, infinite(b.g, t, -1.0)), b.g.add(x, t))
+    return x
 
 
 def limited(b: Builder, node: fx.Node, x: Tensor, limits: Lengths, sequences: Dims) -> Tensor:

@@ -459,7 +459,7 @@ def _is_number(g: KernelGraph, x: Tensor) -> Tensor:
     return g.maximum(g.at_least(x, 0.0), g.at_least(0.0, x))
 
 
-def _infinite(g: KernelGraph, x: Tensor, sign: float) -> Tensor:
+def infinite(g: KernelGraph, x: Tensor, sign: float) -> Tensor:
     """1 where x is inf or -inf, as ``sign`` says: half of it is at least the largest number.
 
     What is subtracted from a number, to compare them, must not be hidden (-inf).
@@ -474,7 +474,7 @@ def _at_least(g: KernelGraph, x: Operand, y: Operand) -> Operand:
     if x == inf or y == -inf:
         return _is_number(g, x if isinstance(x, Tensor) else y)  # type: ignore[arg-type]
     if x == -inf or y == inf:
-        return _infinite(g, *((x, 1.0) if isinstance(x, Tensor) else (y, -1.0)))  # type: ignore[arg-type]
+        return infinite(g, *((x, 1.0) if isinstance(x, Tensor) else (y, -1.0)))  # type: ignore[arg-type]
     return g.at_least(x, y)
 
 

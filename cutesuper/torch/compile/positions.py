@@ -4,7 +4,8 @@
 
 * integers are ``node + offset``, plus the place along one dimension (``torch.arange``);
 * a condition on keys j is a conjunction of limits ``j < bound`` and ``j >= bound``; the bound may
-  count queries, ``node + offset + i``. Limits that hide no key are left out.
+  count queries, ``node + offset + i``. Limits that hide no key are left out. Whatever else is true
+  or false, as padding is, is a part of the conjunction as it is.
 """
 
 from __future__ import annotations
@@ -80,6 +81,19 @@ class Limit:
 
 
 @dataclass(frozen=True)
+class Given:
+    """A tensor of conditions that are made of no positions.
+
+    Attributes:
+        node: of bool.
+        visible: whether it is true where a key is visible, or where it is hidden.
+    """
+
+    node: fx.Node
+    visible: bool
+
+
+@dataclass(frozen=True)
 class Condition:
     """A condition on keys, or a mask made of it.
 
@@ -87,12 +101,13 @@ class Condition:
         kind: "visible" and "hidden", true where a key is; "added", 0 where it is visible and -inf
             elsewhere; "lowest", the same with the lowest number of the type in place of -inf.
         axes: for each dimension "key", "query", "sequence", or "".
-        limits: a key is visible where all of them hold.
+        limits, given: a key is visible where all of them hold.
     """
 
     kind: str
     axes: tuple[str, ...]
     limits: tuple[Limit, ...] = ()
+    given: tuple[Given, ...] = ()
 
 
 Marks = Integers | Condition
@@ -130,9 +145,11 @@ def _computed(node: fx.Node) -> Marks | None:
     return None
 
 
-def _given(node: fx.Node) -> Integers | None:
-    """Integers that are as they are, in at most one dimension."""
+def _given(node: fx.Node) -> Marks | None:
+    """Conditions that are as they are, and integers, in at most one dimension."""
     t = fake(node)
+    if t.dtype is torch.bool:
+        return Condition("visible", ("",) * t.dim(), (), (Given(node, True),))
     axes = tuple("" if equal(n, 1) else "sequence" for n in t.shape)
     if t.dtype not in _COUNTS or axes.count("sequence") > 1:
         return None
@@ -195,14 +212,16 @@ def _padded(axes: tuple[str, ...], rank: int) -> tuple[str, ...]:
 
 def as_kind(x: Marks | None, kind: str) -> Condition | None:
     """A condition that is true where keys are visible, or where they are hidden; None if it is
-    neither. One on several limits is only one of these."""
+    neither. A conjunction of several is only one of these."""
     if not isinstance(x, Condition) or x.kind not in _NEGATED:
         return None
     if x.kind == kind:
         return x
-    if len(x.limits) != 1:
+    if len(x.limits) + len(x.given) != 1:
         return None
-    return replace(x, kind=kind, limits=(replace(x.limits[0], upper=not x.limits[0].upper),))
+    limits = tuple(replace(n, upper=not n.upper) for n in x.limits)
+    given = tuple(replace(n, visible=not n.visible) for n in x.given)
+    return replace(x, kind=kind, limits=limits, given=given)
 
 
 def _joined(kind: str, x: Marks | None, y: Marks | None) -> Condition | None:
@@ -210,7 +229,7 @@ def _joined(kind: str, x: Marks | None, y: Marks | None) -> Condition | None:
     axes = None if x is None or y is None else _merged(x.axes, y.axes)
     if x is None or y is None or axes is None:
         return None
-    return Condition(kind, axes, (*x.limits, *y.limits))
+    return Condition(kind, axes, (*x.limits, *y.limits), (*x.given, *y.given))
 
 
 def _compared(how: str, left: Any, right: Any) -> Condition | None:
@@ -268,6 +287,8 @@ def _viewed(node: fx.Node, operand: Any, entry: Any) -> Marks | None:
         return None  # integers as they are: the view is the node itself
     if isinstance(entry, Expand):
         return replace(x, axes=_padded(x.axes, after.dim()))
+    if isinstance(x, Condition) and x.given and before.shape != after.shape:
+        return None  # they have dimensions of their own, which other views would change
     if isinstance(entry, Same):
         kept = _COUNTS if isinstance(x, Integers) else FLOATS if x.kind == "added" else ()
         same = after.dtype == before.dtype
