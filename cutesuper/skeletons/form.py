@@ -12,7 +12,7 @@ from cutesuper.egraph.products import (
 from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import LOAD, Axis, AxisKind, BlockProgram
-from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.dims import Symbol, extent, show_shape
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
 
@@ -109,6 +109,15 @@ def check_taken(region: Region) -> None:
         raise SearchError(
             f"input {taken.input} is rows that an index names, which only rows resident in a block "
             "are loaded through; take the rows in a kernel before"
+        )
+
+
+def check_parts(region: Region) -> None:
+    """Check that all tensors lie alone in memory. Raises SearchError."""
+    for name, place in region.parts:
+        raise SearchError(
+            f"{name} lies in a tensor {show_shape(place.whole)}, from {list(place.starts)} on, "
+            "which kernels of rows read and write; let one copy it"
         )
 
 
