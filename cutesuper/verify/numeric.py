@@ -79,17 +79,20 @@ def execute(
     else:
         found = evaluate_mugraph(TorchDomain(dtype), mu, real_sizes(mu), tensors, CHUNK_ELEMENTS)
     made = [found[name].data for name in mu.outputs]
-    return made if border.whole else _put_together(whole, made, border.outputs)
+    return put_together(whole, made, border.outputs)
 
 
-def _put_together(
-    mu: MuGraph, made: Sequence[torch.Tensor], places: Sequence[Place]
+def put_together(
+    mu: MuGraph, made: list[torch.Tensor], places: Sequence[Place]
 ) -> list[torch.Tensor]:
     """The outputs of a muGraph, from their parts."""
+    if not any(p.starts for p in places):
+        return made
     shapes = [tuple(map(extent, mu.tensors[name].shape)) for name in mu.outputs]
-    outputs = [made[0].new_full(shape, torch.nan) for shape in shapes]
+    kinds = {p.tensor: x.dtype for x, p in zip(made, places, strict=True)}
+    outputs = [made[0].new_empty(shape, dtype=kinds[n]) for n, shape in enumerate(shapes)]
     for x, place in zip(made, places, strict=True):
-        outputs[place.tensor][place.box] = x
+        outputs[place.tensor][place.box or ...] = x
     return outputs
 
 
