@@ -290,16 +290,17 @@ def same_places(
     """Pairs of a load and a store with the same elements at the same places, of tensors of one type
     that are read and written once: by one block, which no label of the grid repeats, and by one
     thread, as they have the column label; an element for a whole row is read by many."""
-    loads = list(loads)
+    loads, given = list(loads), [a.given for a in plan.arguments]
     grid = {a.dim for a in plan.program.of_kind(AxisKind.GRID)}
-    once = [v for v in loads if sum(v.argument == w.argument for w in loads) == 1]
+    read = [given[v.argument] for v in loads]
+    once = [v for v in loads if read.count(given[v.argument]) == 1]
     return [
         (load, store)
         for load, store in product(once, stores)
         if type(load) is View
         and grid | {column} <= set(store.labels)
         and replace(store, argument=load.argument) == load
-        and not (plan.arguments[load.argument].of or plan.arguments[store.argument].of)
+        and not any(plan.arguments[v.argument].part for v in (load, store))
         and plan.arguments[store.argument].dtype == plan.arguments[load.argument].dtype
         and plan.arguments[store.argument].shape == plan.arguments[load.argument].shape
     ]

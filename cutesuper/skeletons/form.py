@@ -20,6 +20,8 @@ from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
 FOLDED = (SUM, MAX)
 #: 16-bit elements in the 16 bytes that TMA (bulk tensor loads) moves: extents are multiples of it
 ALIGN = 8
+#: bytes of which bulk copies take multiples
+BULK = 16
 
 
 class Form(Protocol):
@@ -113,12 +115,25 @@ def check_taken(region: Region) -> None:
 
 
 def check_parts(region: Region) -> None:
-    """Check that all tensors lie alone in memory. Raises SearchError."""
+    """Check that bulk copies may address the tensors that lie in larger ones. Raises
+    SearchError."""
+    sides = {
+        "in": zip(region.inputs, region.input_dtypes, strict=True),
+        "out": zip(region.output_shapes, region.output_dtypes, strict=True),
+    }
+    tensors = {f"{side}{n}": pair for side, own in sides.items() for n, pair in enumerate(own)}
     for name, place in region.parts:
-        raise SearchError(
-            f"{name} lies in a tensor {show_shape(place.whole)}, from {list(place.starts)} on, "
-            "which kernels of rows read and write; let one copy it"
-        )
+        shape, dtype = tensors[name]
+        if (
+            not shape
+            or shape[-1] * dtype.itemsize % BULK
+            or any(n * dtype.itemsize % BULK for n in (place.whole[-1], place.starts[-1]))
+        ):
+            raise SearchError(
+                f"{name}{show_shape(shape)} lies in a tensor {show_shape(place.whole)}, from "
+                f"{list(place.starts)} on, and its rows do not all begin and end at multiples of "
+                f"{BULK} bytes there, which bulk copies need; let a kernel of rows copy it"
+            )
 
 
 def check_reductions(program: LabelledProgram, known: Collection[Monoid] = FOLDED) -> None:
