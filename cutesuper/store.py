@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from cutesuper.errors import CutesuperError, FormatError
-from cutesuper.ir.block import NAMES, BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.block import MuGraph
 from cutesuper.ir.definitions import definitions, names_of
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
@@ -165,32 +165,7 @@ def _named_for(graph: KernelGraph, mu: MuGraph) -> MuGraph:
             free += "_"
         new[name] = free
         taken.add(free)
-    return _renamed(mu, new, dict(zip(mu.symbols(), _symbols(graph), strict=False)))
-
-
-def _renamed(mu: MuGraph, names: Mapping[str, str], symbols: Mapping[str, str]) -> MuGraph:
-    """A muGraph with other names of tensors and symbolic extents."""
-
-    def dim(d: Dim) -> Dim:
-        return Symbol(symbols.get(d.name, d.name), d.hint) if isinstance(d, Symbol) else d
-
-    def program(p: BlockProgram) -> BlockProgram:
-        ops = tuple(replace(op, attributes=renamed(op)) for op in p.ops)
-        return replace(p, dims={k: dim(d) for k, d in p.dims.items()}, ops=ops)
-
-    def renamed(op: BlockOp) -> dict[str, Any]:
-        """Attributes with new names: those of a load or store name a tensor, and the integers
-        through which it is read."""
-        named = {k: names[op.attributes[k]] for k in NAMES if k in op.attributes}
-        return {**op.attributes, **named}
-
-    tensors = {
-        names[n]: replace(t, name=names[n], shape=tuple(dim(d) for d in t.shape))
-        for n, t in mu.tensors.items()
-    }
-    steps = tuple(KernelStep(s.name, program(s.program)) for s in mu.steps)
-    inputs, outputs = (tuple(names[n] for n in group) for group in (mu.inputs, mu.outputs))
-    return MuGraph(tensors, inputs, outputs, steps)
+    return mu.renamed(new, dict(zip(mu.symbols(), _symbols(graph), strict=False)))
 
 
 def _anonymous(graph: KernelGraph, mu: MuGraph) -> MuGraph:
@@ -200,7 +175,7 @@ def _anonymous(graph: KernelGraph, mu: MuGraph) -> MuGraph:
     between = [n for n in mu.tensors if n not in names]
     names |= {n: f"t{i}" for i, n in enumerate(between)}
     symbols = {s: f"S{i}" for i, s in enumerate(_symbols(graph))}
-    return _renamed(mu, names, symbols)
+    return mu.renamed(names, symbols)
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -342,7 +317,7 @@ def _read_mugraph(data: Any, graph: KernelGraph) -> MuGraph:
             raise FormatError("'mugraph' has other inputs or outputs than the program")
     # constant inputs are loaded before the predecessor has ended, so only the graph decides on them
     constant = {graph.nodes[i].name for i in graph.inputs if graph.nodes[i].constant}
-    if constant != {n for n, t in mu.tensors.items() if t.constant}:
+    if constant != {n for n in mu.inputs if mu.tensors[n].constant}:
         raise FormatError("'mugraph' has other constant tensors than the program")
     return mu
 

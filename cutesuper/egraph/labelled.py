@@ -22,6 +22,7 @@ from typing import Any
 from cutesuper.egraph.clock import look
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import LOAD
+from cutesuper.ir.border import PartOf
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Shape
 from cutesuper.ir.dtypes import DType
@@ -68,6 +69,7 @@ class Region:
         pages: the inputs that are gathered from pages, with the number of positions in a page.
         taken: the inputs that are rows of tables.
         put: the outputs that are rows put into another tensor.
+        parts: the inputs (``in0``) and outputs (``out0``) that lie in larger tensors.
     """
 
     inputs: tuple[Shape, ...]
@@ -78,6 +80,7 @@ class Region:
     pages: tuple[tuple[int, int], ...] = ()
     taken: tuple[TakenRows, ...] = ()
     put: tuple[PutRows, ...] = ()
+    parts: tuple[tuple[str, PartOf], ...] = ()
 
     @property
     def precisions(self) -> tuple[str, ...]:

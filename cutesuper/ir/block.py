@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
@@ -310,14 +311,30 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The place of a tensor that lies in a larger one.
+
+    before: columns 6 to 9 of ``X[M, 16]``; after: ``Part("X", (0, 6))`` of a tensor ``[M, 4]``.
+
+    Attributes:
+        of: name of the larger tensor, an input or an output of the muGraph.
+        starts: its first element along each dimension.
+    """
+
+    of: str
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class TensorSpec:
-    """A tensor between kernels, or at the border of a muGraph.
+    """A tensor between kernels, at the border of a muGraph, or a part of one at the border.
 
     Attributes:
         name: unique in its muGraph.
         shape: its extents.
         dtype: its element type.
         constant: never written while the program runs.
+        part: its place, if it lies in another tensor.
         hidden: its value in rows that are hidden as a whole, if known; derived by
             `cutesuper.ir.unseen.followed`, never stored.
     """
@@ -326,6 +343,7 @@ class TensorSpec:
     shape: tuple[Dim, ...]
     dtype: DType
     constant: bool = False
+    part: Part | None = None
     hidden: float | None = None
 
 
@@ -361,7 +379,8 @@ class MuGraph:
     """A program at the kernel level: launches in order, and the tensors between them.
 
     Attributes:
-        tensors: every tensor by name: inputs, intermediates, outputs.
+        tensors: every tensor by name: inputs, intermediates, outputs, and parts of inputs and
+            outputs. An output with parts is written in these.
         inputs: names of the inputs, in the order of the kernel graph's inputs.
         outputs: names of the outputs, in the order of the kernel graph's outputs.
         steps: kernel launches in order.
@@ -376,3 +395,45 @@ class MuGraph:
         """All symbolic extents by name."""
         dims = [d for t in self.tensors.values() for d in t.shape]
         return {d.name: d for d in dims if isinstance(d, Symbol)}
+
+    def parts(self, of: str) -> tuple[str, ...]:
+        """Names of the parts of a tensor, in the order of their places."""
+        found = [t for t in self.tensors.values() if t.part is not None and t.part.of == of]
+        return tuple(t.name for t in sorted(found, key=_place))
+
+    def renamed(
+        self, names: Mapping[str, str], symbols: Mapping[str, str] | None = None
+    ) -> MuGraph:
+        """The same program with other names of tensors and symbolic extents; those that are left
+        out stay."""
+
+        def dim(d: Dim) -> Dim:
+            new = symbols or {}
+            return Symbol(new.get(d.name, d.name), d.hint) if isinstance(d, Symbol) else d
+
+        def name(n: str) -> str:
+            return names.get(n, n)
+
+        def program(p: BlockProgram) -> BlockProgram:
+            ops = tuple(replace(op, attributes=renamed(op)) for op in p.ops)
+            return replace(p, dims={k: dim(d) for k, d in p.dims.items()}, ops=ops)
+
+        def renamed(op: BlockOp) -> dict[str, Any]:
+            """Attributes with new names: those of a load or store name a tensor, and the integers
+            through which it is read."""
+            named = {k: name(op.attributes[k]) for k in NAMES if k in op.attributes}
+            return {**op.attributes, **named}
+
+        def spec(t: TensorSpec) -> TensorSpec:
+            part = t.part and replace(t.part, of=name(t.part.of))
+            return replace(t, name=name(t.name), shape=tuple(map(dim, t.shape)), part=part)
+
+        tensors = {name(n): spec(t) for n, t in self.tensors.items()}
+        steps = tuple(KernelStep(s.name, program(s.program)) for s in self.steps)
+        inputs, outputs = (tuple(map(name, group)) for group in (self.inputs, self.outputs))
+        return MuGraph(tensors, inputs, outputs, steps)
+
+
+def _place(t: TensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    assert t.part is not None
+    return t.part.starts, tuple(map(extent, t.shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -488,10 +489,12 @@ def check_mugraph(mu: MuGraph) -> None:
     Raises:
         GraphError: naming the kernel and the tensor.
     """
-    known = set(mu.inputs)
     for name in (*mu.inputs, *mu.outputs):
         if name not in mu.tensors:
             raise GraphError(f"muGraph: tensor {name} is not described")
+    parts = {name: mu.parts(name) for name in mu.outputs}
+    _check_parts(mu, parts)
+    known = {*mu.inputs, *(p for name in mu.inputs for p in mu.parts(name))}
     for step in mu.steps:
         check_block_program(step.program)
         for op in (*step.program.loads(), *step.program.stores()):
@@ -503,10 +506,47 @@ def check_mugraph(mu: MuGraph) -> None:
         for name in step.writes:
             if name in known:
                 raise GraphError(f"muGraph, kernel {step.name}: {name} is written twice")
+            if parts.get(name):
+                raise GraphError(f"muGraph, kernel {step.name}: {name} is written in its parts")
             known.add(name)
-    missing = [n for n in mu.outputs if n not in known]
+    missing = [n for name, own in parts.items() for n in own or (name,) if n not in known]
     if missing:
         raise GraphError(f"muGraph: no kernel writes the output {missing[0]}")
+
+
+def _check_parts(mu: MuGraph, of_outputs: dict[str, tuple[str, ...]]) -> None:
+    """Check that parts lie inside of inputs and outputs, and that those of an output are all of it,
+    each element once."""
+    for t in (t for t in mu.tensors.values() if t.part is not None):
+        of, starts = t.part.of, t.part.starts
+        if of not in (*mu.inputs, *mu.outputs) or t.name in (*mu.inputs, *mu.outputs):
+            raise GraphError(f"muGraph: {t.name} is a part of {of}; parts are of inputs or outputs")
+        whole = mu.tensors[of]
+        fits = len(starts) == len(t.shape) == len(whole.shape) and all(
+            (start == 0 and n == d)
+            or (isinstance(n, int) and isinstance(d, int) and 0 <= start <= d - n)
+            for start, n, d in zip(starts, t.shape, whole.shape, strict=True)
+        )
+        if not fits or (t.dtype, t.constant) != (whole.dtype, whole.constant):
+            raise GraphError(
+                f"muGraph: {t.name}, {t.dtype}{show_shape(t.shape)} from {list(starts)} on, does "
+                f"not lie in {of}, {whole.dtype}{show_shape(whole.shape)}"
+            )
+    for name, own in of_outputs.items():
+        boxes = [(p.starts, s.shape) for s in map(mu.tensors.get, own) if s and (p := s.part)]
+        covered = sum(prod(map(extent, shape)) for _, shape in boxes)
+        if own and (covered != prod(map(extent, mu.tensors[name].shape)) or _overlap(boxes)):
+            raise GraphError(f"muGraph: the parts of {name} are not all of it, each element once")
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], Shape]]) -> bool:
+    """True if two boxes, each its first element and its extents, have an element in common."""
+    return any(
+        all(
+            a < b + extent(m) and b < a + extent(n) for a, n, b, m in zip(*one, *other, strict=True)
+        )
+        for one, other in combinations(boxes, 2)
+    )
 
 
 def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> None:

@@ -15,16 +15,15 @@ after::
 
 A *box* is the part of a value that is needed, one range for each dimension; it never has a cut
 inside. Boxes are found from the outputs backwards (`_terms` has the rule of each operator), values
-are made from the inputs forwards. Two things have no such form, and are refused: a piece of an
-input, since a kernel reads inputs whole, and an output in pieces, since it would have to be put
-together.
+are made from the inputs forwards. What is left is at the border: slices of inputs, and outputs that
+are concatenations, which kernels read and write as parts of larger tensors (`cutesuper.ir.border`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from functools import partial, reduce
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
 from cutesuper.errors import GraphError, OperatorError
@@ -47,33 +46,38 @@ _NONE: frozenset[int] = frozenset()
 
 
 def without_pieces(graph: KernelGraph) -> KernelGraph:
-    """The same program without ``concat`` and ``slice``.
+    """The same program without ``concat`` and ``slice``, but for slices of inputs, and for
+    concatenations that are outputs.
 
     Args:
         graph: primitive operators besides these two.
 
     Raises:
-        OperatorError: a piece of an input is needed, or an operator has no rule for pieces.
-        GraphError: an output would have to be put together from pieces, or equals an
-            input or another output.
+        OperatorError: an operator has no rule for pieces, or reads integers in pieces.
+        GraphError: an output equals an input or another output.
     """
     cuts: list[Cuts] = []
     for i in range(len(graph.nodes)):
         cuts.append(_cuts(graph, i, cuts))
-    for i in graph.outputs:
-        _check_output(graph.nodes[i], cuts[i])
     needed: list[dict[Box, list[list[Use]]]] = [{} for _ in graph.nodes]
     for i in graph.outputs:
-        needed[i][_whole(graph.nodes[i].shape)] = []
+        needed[i] |= {box: [] for box in _boxes(graph.nodes[i], cuts[i])}
     for i in reversed(range(len(graph.nodes))):
         for box, terms in needed[i].items():
             terms += _terms(graph, cuts, i, box)
             for operand, part in (use for term in terms for use in term):
                 needed[operand].setdefault(part, [])
-    return _build(graph, needed)
+    return _build(graph, cuts, needed)
 
 
-def _build(graph: KernelGraph, needed: list[dict[Box, list[list[Use]]]]) -> KernelGraph:
+def _boxes(node: Node, cuts: Cuts) -> list[Box]:
+    """The pieces of a value, the last dimension varying fastest."""
+    return list(product(*map(_cells, node.shape, cuts)))
+
+
+def _build(
+    graph: KernelGraph, cuts: list[Cuts], needed: list[dict[Box, list[list[Use]]]]
+) -> KernelGraph:
     from cutesuper.ir.graph import KernelGraph
 
     g = KernelGraph()
@@ -81,15 +85,50 @@ def _build(graph: KernelGraph, needed: list[dict[Box, list[list[Use]]]]) -> Kern
     for i, node in enumerate(graph.nodes):
         if node.operator == INPUT:
             g.nodes.append(node)
-            made[i, _whole(node.shape)] = g.tensor(len(g.nodes) - 1)
+            made[i, _whole(node.shape)] = whole = g.tensor(len(g.nodes) - 1)
+            made |= {(i, box): _part(g, whole, box) for box in needed[i]}
             continue
         for box, terms in needed[i].items():
             values = [_apply(g, graph, node, [made[u] for u in t], t) for t in terms]
             how = node.facets.reduces or SUM
             made[i, box] = reduce(partial(g.apply, how.operator), values)
-    g.outputs = [made[i, _whole(graph.nodes[i].shape)].index for i in graph.outputs]
+    boxes = {i: _boxes(graph.nodes[i], cuts[i]) for i in graph.outputs}
+    stored = {made[i, own[0]].index for i, own in boxes.items() if len(own) == 1}
+    for i, own in boxes.items():
+        pieces = [made[i, box] for box in own]
+        if len(pieces) > 1 or pieces[0].node.facets.cuts:
+            pieces = [_own(g, t, stored) for t in pieces]
+        g.outputs.append(_joined(g, pieces, list(map(_cells, graph.nodes[i].shape, cuts[i]))).index)
     _check_outputs(g, [graph.nodes[i] for i in graph.outputs])
     return g
+
+
+def _part(g: KernelGraph, whole: Tensor, box: Box) -> Tensor:
+    """A box of an input."""
+    t = whole
+    for d, (start, stop) in enumerate(box):
+        if (start, stop) != (0, whole.shape[d]):
+            t = g.slice(t, d, start, extent(stop))
+    return t
+
+
+def _own(g: KernelGraph, t: Tensor, stored: set[int]) -> Tensor:
+    """A value that a kernel stores in one place: a copy of a part of an input, and of a value that
+    is stored elsewhere."""
+    if t.node.operator == INPUT or t.node.facets.cuts or t.index in stored:
+        t = g.convert(t, t.dtype)
+    stored.add(t.index)
+    return t
+
+
+def _joined(g: KernelGraph, pieces: list[Tensor], cells: list[list[Range]]) -> Tensor:
+    """The pieces put together, the last dimension first."""
+    for d in reversed(range(len(cells))):
+        n = len(cells[d])
+        if n > 1:
+            rows = (pieces[k : k + n] for k in range(0, len(pieces), n))
+            pieces = [g.concat(row, d) for row in rows]
+    return pieces[0]
 
 
 def _apply(
@@ -251,16 +290,16 @@ def _of_matmul(graph: KernelGraph, cuts: list[Cuts], node: Node, box: Box) -> li
 
 
 def _use(graph: KernelGraph, node: Node, k: int, box: Box) -> Use:
-    """The part of operand k that broadcasts to ``box``. Raises OperatorError for inputs."""
+    """The part of operand k that broadcasts to ``box``. Raises OperatorError for integers."""
     index = node.inputs[k]
     operand = graph.nodes[index]
     rank = len(operand.shape)
     part = box[len(box) - rank :]
     part = tuple((0, n) if n == 1 else r for n, r in zip(operand.shape, part, strict=True))
-    if operand.operator == INPUT and part != _whole(operand.shape):
+    if operand.dtype.integer and part != _whole(operand.shape):
         raise OperatorError(
             f"{node.operator} {_show(node)}: it needs a piece of input {_show(operand)}, "
-            f"{_show_box(operand, part)}, and a kernel reads inputs whole; pass the parts as "
+            f"{_show_box(operand, part)}, and a kernel reads integers whole; pass the parts as "
             "separate inputs"
         )
     return index, part
@@ -286,16 +325,6 @@ def _moved(box: Box, d: int, by: int) -> Box:
 
 
 # --------------------------------------------------------------------------------------- messages
-
-
-def _check_output(node: Node, cuts: Cuts) -> None:
-    for d, cut in enumerate(cuts):
-        if cut:
-            cells = ", ".join(f"{a}:{b}" for a, b in _cells(node.shape[d], cut))
-            raise GraphError(
-                f"output {_show(node)}: it is put together along dimension {d} from pieces "
-                f"({cells}), and no kernel does that; return the parts as separate outputs"
-            )
 
 
 def _check_outputs(g: KernelGraph, nodes: list[Node]) -> None:

@@ -14,6 +14,7 @@ from cutesuper.ir.block import (
     BlockProgram,
     KernelStep,
     MuGraph,
+    Part,
     TensorSpec,
 )
 from cutesuper.ir.check import check_kernel_graph, check_mugraph
@@ -128,6 +129,7 @@ def _mugraph_dict(mu: MuGraph) -> dict[str, Any]:
                 "dtype": t.dtype.name,
                 "constant": t.constant,
             }
+            | ({"part": [t.part.of, list(t.part.starts)]} if t.part else {})
             for t in mu.tensors.values()
         ],
         "inputs": list(mu.inputs),
@@ -173,6 +175,7 @@ def _read_mugraph(data: dict[str, Any]) -> MuGraph:
             tuple(_read_dim(d) for d in t["dims"]),
             as_dtype(t["dtype"]),
             _read(bool, t["constant"]),
+            _read_part(t["part"]) if "part" in t else None,
         )
         for t in data["tensors"]
     ]
@@ -197,6 +200,11 @@ def _read_dim(d: Any) -> Dim:
     if isinstance(d, bool) or not isinstance(d, int) or d < 1:
         raise FormatError(f"graph JSON: extent {d!r} is not a positive int")
     return d
+
+
+def _read_part(data: Any) -> Part:
+    of, starts = _read(list, data)
+    return Part(_read(str, of), tuple(_read(int, n) for n in _read(list, starts)))
 
 
 def _read(kind: type[T], value: Any) -> T:

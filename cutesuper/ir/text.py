@@ -81,6 +81,7 @@ def mugraph_text(mu: MuGraph) -> str:
 def _tensor_row(mu: MuGraph, t: TensorSpec) -> tuple[str, ...]:
     count = show_bytes(size(t.shape) * t.dtype.itemsize)
     role = "in" if t.name in mu.inputs else "out" if t.name in mu.outputs else "between"
+    role = "part" if t.part else role
     return role, t.name, show_shape(t.shape), str(t.dtype), count, "constant" if t.constant else ""
 
 

@@ -101,16 +101,17 @@ class Variant:
         place = {name: i for i, name in enumerate(self.names)}
         scratch = itertools.count(len(self.names))
         return tuple(
-            (*(place[a.name] for a in s.plan.arguments), *(next(scratch) for _ in s.plan.scratch))
+            (*(place[a.given] for a in s.plan.arguments), *(next(scratch) for _ in s.plan.scratch))
             for s in self.steps
         )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of inputs, outputs, intermediates."""
+        """Names of inputs, outputs, intermediates; parts of tensors are none of these."""
         mu = self.mugraph
         border = (*mu.inputs, *mu.outputs)
-        return (*border, *(n for n in mu.tensors if n not in border))
+        between = (n for n, t in mu.tensors.items() if n not in border and t.part is None)
+        return (*border, *between)
 
     @cached_property
     def intermediates(self) -> tuple[tuple[tuple[Dim, ...], Any], ...]:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from cutesuper.egraph.labelled import PutRows, Region, RegionOp, TakenRows, View
 from cutesuper.errors import LoweringError, SearchError, frameless
+from cutesuper.ir.border import Border, PartOf
 from cutesuper.ir.dims import Shape, extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
@@ -92,6 +93,7 @@ class Flat:
         groups: groups of outputs that share nothing but inputs (`KernelGraph.apart`).
         last_resort: searched only where no other variant of the graph has kernels, as is one with
             ``copy_all``.
+        border: which inputs and outputs of the graph are parts of tensors.
 
     Attributes:
         views: the value that every node is a view of; a computed node is a view of itself.
@@ -104,8 +106,9 @@ class Flat:
         copy_all: bool = False,
         groups: Groups | None = None,
         last_resort: bool = False,
+        border: Border | None = None,
     ) -> None:
-        self.graph, self.groups = graph, groups
+        self.graph, self.groups, self.border = graph, groups, border
         self.last_resort = copy_all or last_resort
         self.views: list[View] = []
         self.copies: set[int] = set()
@@ -239,6 +242,15 @@ class Flat:
         base, index = (self.graph.nodes[j] for j in node.inputs[:2])
         return base.shape, index.shape, index.dtype, node.attributes["dim"]
 
+    @cached_property
+    def parts(self) -> dict[str, PartOf]:
+        """The tensors that lie in larger ones, by name."""
+        if self.border is None or self.border.whole:
+            return {}
+        inputs = [self.graph.nodes[i].name for i in self.graph.inputs]
+        outputs = [self.fresh(f"out{n}") for n in range(len(self.graph.outputs))]
+        return self.border.parts(inputs, outputs)
+
     def fresh(self, name: str) -> str:
         """The name, changed if an input has it already."""
         taken = {self.graph.nodes[i].name for i in self.graph.inputs}
@@ -362,6 +374,8 @@ class _SegmentBuilder:
     def build(self) -> Segment:
         flat, nodes = self.flat, self.flat.graph.nodes
         stored = list(self._stored())
+        reads = tuple(flat.stored_as(v) for v in self.inputs)
+        sides = ("in", reads), ("out", [name for _, name, _ in stored])
         region = Region(
             tuple(nodes[v].shape for v in self.inputs),
             tuple(flat.dtype(v) for v in self.inputs),
@@ -371,8 +385,13 @@ class _SegmentBuilder:
             tuple((n, p) for n, v in enumerate(self.inputs) if (p := flat.page_of(v)) is not None),
             tuple(TakenRows(n, *t) for n, v in enumerate(self.inputs) if (t := flat.taken(v))),
             tuple(PutRows(n, *p) for n, (v, _, _) in enumerate(stored) if (p := flat.put(v.value))),
+            tuple(
+                (f"{side}{n}", flat.parts[name])
+                for side, names in sides
+                for n, name in enumerate(names)
+                if name in flat.parts
+            ),
         )
-        reads = tuple(flat.stored_as(v) for v in self.inputs)
         through = tuple(map(flat.through, self.inputs))
         puts = (nodes[v.value] for v, _, _ in stored if nodes[v.value].facets.puts)
         put = tuple((nodes[n.inputs[0]].name, nodes[n.inputs[1]].name) for n in puts)

@@ -22,7 +22,16 @@ from cutesuper.egraph.saturate import TooLarge, saturate
 from cutesuper.egraph.space import Sealing, Space
 from cutesuper.egraph.splits import Split
 from cutesuper.errors import LoweringError, SearchError, frameless
-from cutesuper.ir.block import ENDING, LOAD, STORE, AxisKind, BlockOp, BlockProgram, TensorSpec
+from cutesuper.ir.block import (
+    ENDING,
+    LOAD,
+    STORE,
+    AxisKind,
+    BlockOp,
+    BlockProgram,
+    Part,
+    TensorSpec,
+)
 from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
 from cutesuper.ir.operators.base import CONSTANT
@@ -191,6 +200,10 @@ def tensors_of(region: Region) -> dict[str, TensorSpec]:
         name, index = f"out{p.output}", f"place{p.output}"
         specs[name] = replace(specs[name], shape=p.base)
         specs[index] = TensorSpec(index, p.index, p.index_dtype)
+    for name, place in region.parts:
+        whole = f"whole of {name}"
+        specs[whole] = TensorSpec(whole, place.whole, specs[name].dtype)
+        specs[name] = replace(specs[name], part=Part(whole, place.starts))
     return specs
 
 

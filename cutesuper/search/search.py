@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from cutesuper.egraph.clock import OUT_OF_TIME, limited
 from cutesuper.egraph.labelled import Region, label
@@ -33,6 +34,7 @@ from cutesuper.ir.block import (
     MuGraph,
     TensorSpec,
 )
+from cutesuper.ir.border import inside, whole_mugraph, with_copies
 from cutesuper.ir.check import check_kernel_graph, check_mugraph
 from cutesuper.ir.definitions import added
 from cutesuper.ir.dims import Dim
@@ -199,7 +201,8 @@ class _Search:
         known: KnownRegions | None,
         near: float,
     ) -> None:
-        self.graph, self.target, self.options = graph.expanded(), target, options
+        self.whole, self.target, self.options = graph.expanded(), target, options
+        self.graph, self.border = inside(self.whole)
         self.budget_s, self.executor = budget_s, executor
         self.on_progress, self.verify = on_progress, verify
         self.known, self.near = known if budget_s is None else None, near
@@ -252,7 +255,7 @@ class _Search:
         """Add candidates that the verifier accepts, up to the requested number."""
         keep = self.options.keep
         for flat, cut in self._cuts(4 * keep):  # more than requested: some may be rejected
-            mugraph = assemble(flat, cut)
+            mugraph = whole_mugraph(assemble(flat, cut), self.whole, self.border)
             check_mugraph(mugraph)
             if self._accepted(cut, mugraph):
                 candidates.append(_candidate(mugraph, cut))
@@ -264,7 +267,7 @@ class _Search:
 
     def _cuts(self, keep: int) -> list[tuple[Flat, Cut]]:
         """Cuts of the graph, of variants that compute shared values again, of copied views."""
-        plain = Flat(self.graph)
+        plain = self._flat(self.graph)
         if self.options.lowered:
             self._check_target(plain)
         found: list[tuple[Flat, Cut]] = []
@@ -289,21 +292,26 @@ class _Search:
         yield plain
         summed = summed_first(self.graph)
         if summed is not None:
-            yield Flat(summed)
+            yield self._flat(summed)
         if self.options.lowered:
             for n, (graph, groups) in enumerate(recomputed(self.graph)):
-                yield Flat(graph, groups=groups, last_resort=n > 0)
+                yield self._flat(graph, groups=groups, last_resort=n > 0)
         else:
             for groups in _groups(len(self.graph.outputs)):
                 graph = self.graph.apart(groups)
                 if len(graph.nodes) > len(self.graph.nodes):
-                    yield Flat(graph, groups=groups)
-        copied = Flat(self.graph, copy_all=True)
+                    yield self._flat(graph, groups=groups)
+        copied = self._flat(self.graph, copy_all=True)
         if copied.copies != plain.copies:
             yield copied
         safe = shifted(self.graph)
         if safe is not None:
-            yield Flat(safe, last_resort=True)
+            yield self._flat(safe, last_resort=True)
+        if not self.border.whole:
+            yield self._flat(with_copies(self.graph, self.border), last_resort=True)
+
+    def _flat(self, graph: KernelGraph, **more: Any) -> Flat:
+        return Flat(graph, border=self.border, **more)
 
     def _check_target(self, flat: Flat) -> None:
         why = self.target.refuses_products()

@@ -136,6 +136,8 @@ class BlockDrawing(Panel):
     def role(self, key: Key) -> str:
         """The role of a tensor in the program: ``input``, ``between kernels``."""
         name = str(key.name)
+        if (part := self.mu.tensors[name].part) is not None:
+            return f"part of {part.of}"
         if name in self.mu.inputs:
             return "constant input" if self.mu.tensors[name].constant else "input"
         return "output" if name in self.mu.outputs else "between kernels"

@@ -61,7 +61,10 @@ def program(mu: MuGraph, titles: Sequence[str], details: Sequence[str]) -> Html:
     boxes: list[Box] = []
     edges: dict[tuple[str, str], None] = {}
     number = {name: i for i, name in enumerate(mu.tensors)}
-    boxes += [_tensor_box(mu, name, number[name]) for name in mu.inputs]
+    inside = [(t.part.of, t.name) for t in mu.tensors.values() if t.part is not None]
+    read = [(of, name) for of, name in inside if of in mu.inputs]
+    boxes += [_tensor_box(mu, n, number[n]) for n in (*mu.inputs, *(name for _, name in read))]
+    edges |= {(f"p-t{number[of]}", f"p-t{number[name]}"): None for of, name in read}
     for k, step in enumerate(mu.steps):
         reads = [f"p-t{number[n]}" for n in step.reads]
         writes = [f"p-t{number[n]}" for n in step.writes]
@@ -71,12 +74,16 @@ def program(mu: MuGraph, titles: Sequence[str], details: Sequence[str]) -> Html:
         boxes.append(Box(f"p-k{k}", lines, f"kernel kc{k % 6}", label, tags, href=f"#kernel-{k}"))
         boxes += [_tensor_box(mu, n, number[n]) for n in step.writes]
         edges |= {(t, f"p-k{k}"): None for t in reads} | {(f"p-k{k}", t): None for t in writes}
+    made = [(name, of) for of, name in inside if of in mu.outputs]
+    boxes += [_tensor_box(mu, n, number[n]) for n in dict.fromkeys(of for _, of in made)]
+    edges |= {(f"p-t{number[name]}", f"p-t{number[of]}"): None for name, of in made}
     return dag("kernels in the order of their launches", boxes, list(edges))
 
 
 def _tensor_box(mu: MuGraph, name: str, number: int) -> Box:
     t = mu.tensors[name]
     role = "input" if name in mu.inputs else "output" if name in mu.outputs else "between-kernels"
+    role = "part" if t.part else role
     look = "constant-input" if t.constant else role
     stored = show_bytes(size(t.shape) * t.dtype.itemsize)
     shape = show_shape(t.shape)

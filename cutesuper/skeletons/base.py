@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import gcd, prod
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from cutesuper.egraph.extract import Price
@@ -31,6 +31,7 @@ from cutesuper.ir.block import (
     KernelStep,
     TensorSpec,
 )
+from cutesuper.ir.border import PartOf
 from cutesuper.ir.definitions import definitions
 from cutesuper.ir.dims import Dim, Symbol, Tiles, extent
 from cutesuper.ir.dtypes import as_dtype
@@ -46,13 +47,16 @@ Knobs = TypeVar("Knobs", bound=Schedule)
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor argument of a kernel, compact and row-major.
+    """A tensor argument of a kernel: compact and row-major, or a part of such a tensor, which is
+    what the kernel is given then.
 
     Attributes:
         constant: True if it may be read before the dependency wait.
         written: True for an output.
         scattered: True if its rows lie anywhere in device memory; the kernel is given the address
             of each, int64.
+        of: name of the tensor of which it is a part, if it is one.
+        part: its place in that tensor.
     """
 
     name: str
@@ -61,6 +65,32 @@ class Argument:
     constant: bool
     written: bool
     scattered: bool = False
+    of: str = ""
+    part: PartOf | None = None
+
+    @property
+    def given(self) -> str:
+        """Name of the tensor that the kernel is given."""
+        return self.of or self.name
+
+    @property
+    def memory(self) -> tuple[Dim, ...]:
+        """Shape of the tensor that the kernel is given."""
+        return self.shape if self.part is None else self.part.whole
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Distances between neighbours along each dimension, in elements; the factors of them that
+        are known."""
+        behind = (self.memory[i + 1 :] for i in range(len(self.memory)))
+        return tuple(prod(d for d in own if isinstance(d, int)) for own in behind)
+
+    @property
+    def offset(self) -> int:
+        """A divisor of the place of its first element in the tensor that the kernel is given; 0 if
+        that is the first one there."""
+        starts = () if self.part is None else self.part.starts
+        return gcd(*(n * s for n, s in zip(starts, self.steps, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -73,12 +103,15 @@ class View:
         strides: distance between neighbours along each label, in elements; where a later extent
             is symbolic, only the factor that is known.
         growing: for each label the symbolic factors of its stride; empty if no label has any.
+        offset: a divisor of the place of its first element in memory that is aligned; 0 if it is
+            the first one there.
     """
 
     argument: int
     labels: tuple[str, ...]
     strides: tuple[int, ...]
     growing: tuple[tuple[Symbol, ...], ...] = field(default=(), kw_only=True)
+    offset: int = field(default=0, kw_only=True)
 
     def stride(self, label: str) -> int:
         """Stride of ``label``, or its known factor; 0 where the tensor does not have the label (it
@@ -90,6 +123,12 @@ class View:
         if not self.growing:
             return ()
         return dict(zip(self.labels, self.growing, strict=True)).get(label, ())
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The numbers of elements whose multiples, added up, are the places of contiguous runs in
+        memory that is aligned."""
+        return (*(s for s in self.strides if s != 1), self.offset)
 
 
 @dataclass(frozen=True)
@@ -251,15 +290,17 @@ def same_places(
     """Pairs of a load and a store with the same elements at the same places, of tensors of one type
     that are read and written once: by one block, which no label of the grid repeats, and by one
     thread, as they have the column label; an element for a whole row is read by many."""
-    loads = list(loads)
+    loads, given = list(loads), [a.given for a in plan.arguments]
     grid = {a.dim for a in plan.program.of_kind(AxisKind.GRID)}
-    once = [v for v in loads if sum(v.argument == w.argument for w in loads) == 1]
+    read = [given[v.argument] for v in loads]
+    once = [v for v in loads if read.count(given[v.argument]) == 1]
     return [
         (load, store)
         for load, store in product(once, stores)
         if type(load) is View
         and grid | {column} <= set(store.labels)
         and replace(store, argument=load.argument) == load
+        and not any(plan.arguments[v.argument].part for v in (load, store))
         and plan.arguments[store.argument].dtype == plan.arguments[load.argument].dtype
         and plan.arguments[store.argument].shape == plan.arguments[load.argument].shape
     ]
@@ -403,7 +444,11 @@ def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argu
 
     def argument(name: str, written: bool) -> Argument:
         t = tensors[name]
-        return Argument(name, t.shape, t.dtype.name, t.constant, written)
+        found = Argument(name, t.shape, t.dtype.name, t.constant, written)
+        if t.part is None:
+            return found
+        part = PartOf(tensors[t.part.of].shape, t.part.starts)
+        return replace(found, of=t.part.of, part=part)
 
     return (
         *(argument(n, False) for n in step.reads),
@@ -420,9 +465,8 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
         for i, a in enumerate(arguments)
         if a.name == op.attributes["tensor"] and a.written == written
     )
-    shape = arguments[index].shape
+    shape, strides = arguments[index].memory, arguments[index].steps
     behind = [shape[i + 1 :] for i in range(len(shape))]
-    strides = [prod(d for d in own if isinstance(d, int)) for own in behind]
     mapping = op.attributes["map"]
     if "index" in op.attributes:
         return _indexed(index, op, arguments)
@@ -433,7 +477,8 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
     if not paged:
         symbols = [tuple(d for d in own if isinstance(d, Symbol)) for own in behind]
         open_ = tuple(s for d, s in zip(mapping, symbols, strict=True) if d is not None)
-        return View(index, labels, steps, growing=open_ if any(open_) else ())
+        growing = open_ if any(open_) else ()
+        return View(index, labels, steps, growing=growing, offset=arguments[index].offset)
     table = next(i for i, a in enumerate(arguments) if a.name == op.attributes["table"])
     sequences, positions = mapping[:2]
     size = extent(shape[1])
@@ -468,11 +513,9 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
     Symbolic extents enter by name only: the hint does not change the code. So do the package's own
     operators; for added ones the text includes a hash of what they compute.
     """
-    shapes = [
-        [a.dtype, a.constant, a.written, [d.name if isinstance(d, Symbol) else d for d in a.shape]]
-        for a in arguments
-    ]
+    shapes = [[a.dtype, a.constant, a.written, _named(a.shape)] for a in arguments]
     names = {a.name: i for i, a in enumerate(arguments)}
+    parts = [a.part and [_named(a.part.whole), a.part.starts] for a in arguments]
     data = program_dict(program)
     data["dims"] = [[k, v["symbol"] if isinstance(v, dict) else v] for k, v in data["dims"]]
     for op in data["ops"]:
@@ -482,6 +525,13 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
     key: list[Any] = [data, shapes, schedule_dict(schedule)]
     if any(a.scattered for a in arguments):
         key.append([a.scattered for a in arguments])
+    if any(parts):
+        key.append(parts)
     if outside := definitions(op.kind for op in program.ops):
         key.append(outside)
     return json.dumps(key, sort_keys=True, separators=(",", ":"))
+
+
+def _named(shape: Sequence[Dim]) -> list[int | str]:
+    """Extents, symbols by name."""
+    return [d.name if isinstance(d, Symbol) else d for d in shape]

@@ -20,6 +20,7 @@ import numpy as np
 from cutesuper.errors import CutesuperError, GraphError
 from cutesuper.ir.arguments import check_options
 from cutesuper.ir.block import MuGraph
+from cutesuper.ir.border import inside, inside_mugraph
 from cutesuper.ir.check import check_graph, check_is_mugraph, check_mugraph
 from cutesuper.ir.dims import show_shape
 from cutesuper.ir.field import (
@@ -208,7 +209,7 @@ class Verifier:
         check_graph("verify", graph)
         seed = randbits(32) if seed is None else seed
         check_options(seed=seed, trials=trials)
-        self.graph = graph.expanded()
+        self.graph, self.border = inside(graph.expanded())
         self.seed, self.trials = seed, trials
         self._choose = SizeChooser(self.graph)
         self._kinds = {n.operator for n in self.graph.nodes}
@@ -242,6 +243,9 @@ class Verifier:
 
     def _check(self, mu: MuGraph, bound: bool, full: bool) -> Verification:
         check_mugraph(mu)
+        mu, border = inside_mugraph(mu)
+        if border != self.border:
+            raise GraphError("muGraph: it reads or writes other parts of tensors than the graph")
         check_interface(self.graph, mu)
         exact, ragged = self._choose.small(mu, False), self._choose.small(mu, True)
         has = self._has(mu)

@@ -18,6 +18,7 @@ import torch
 
 from cutesuper.errors import ShapeError
 from cutesuper.ir.block import KernelStep, MuGraph
+from cutesuper.ir.border import Place, inside_mugraph
 from cutesuper.ir.check import check_mugraph
 from cutesuper.ir.dims import extent, show_shape
 from cutesuper.ir.dtypes import as_dtype
@@ -60,8 +61,12 @@ def execute(
     check_mugraph(mu)
     if len(inputs) != len(mu.inputs):
         raise ShapeError(f"execute: {len(inputs)} tensors for {len(mu.inputs)} inputs")
-    tensors: dict[str, Any] = {}
-    for name, x in zip(mu.inputs, inputs, strict=True):
+    whole, tensors = mu, dict[str, Any]()
+    mu, border = inside_mugraph(whole)
+    for name, place in zip(mu.inputs, border.inputs, strict=True):
+        x = inputs[place.tensor]
+        if place.starts:
+            x = x[place.box]
         shape = tuple(map(extent, mu.tensors[name].shape))
         if tuple(x.shape) != shape:
             raise ShapeError(
@@ -73,7 +78,22 @@ def execute(
         found = _rounded(mu, tensors, dtype)
     else:
         found = evaluate_mugraph(TorchDomain(dtype), mu, real_sizes(mu), tensors, CHUNK_ELEMENTS)
-    return [found[name].data for name in mu.outputs]
+    made = [found[name].data for name in mu.outputs]
+    return put_together(whole, made, border.outputs)
+
+
+def put_together(
+    mu: MuGraph, made: list[torch.Tensor], places: Sequence[Place]
+) -> list[torch.Tensor]:
+    """The outputs of a muGraph, from their parts."""
+    if not any(p.starts for p in places):
+        return made
+    shapes = [tuple(map(extent, mu.tensors[name].shape)) for name in mu.outputs]
+    kinds = {p.tensor: x.dtype for x, p in zip(made, places, strict=True)}
+    outputs = [made[0].new_empty(shape, dtype=kinds[n]) for n, shape in enumerate(shapes)]
+    for x, place in zip(made, places, strict=True):
+        outputs[place.tensor][place.box or ...] = x
+    return outputs
 
 
 def _rounded(mu: MuGraph, tensors: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from cutesuper.errors import VerificationError
 from cutesuper.ir.arraymath import Array
 from cutesuper.ir.block import BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.border import inside, inside_mugraph
 from cutesuper.ir.dtypes import DType, float16
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
@@ -63,7 +64,7 @@ def check_rounding(graph: KernelGraph, mu: MuGraph) -> None:
         VerificationError: names the value and the kernel.
     """
     if narrows(mu):
-        _Check(graph.expanded(), mu).run()
+        _Check(inside(graph.expanded())[0], inside_mugraph(mu)[0]).run()
 
 
 class _Check:

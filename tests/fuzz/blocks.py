@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from cutesuper.ir.block import MuGraph
+from cutesuper.ir.border import inside_mugraph
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.serial import dumps, loads
 from cutesuper.ir.unseen import guarded_mugraph
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers
 from cutesuper.verify.narrowing import product_type
-from cutesuper.verify.numeric import TorchDomain, TorchValue
+from cutesuper.verify.numeric import TorchDomain, TorchValue, put_together
 from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
 from tests.fuzz.programs import ROWS
 
@@ -42,14 +43,15 @@ class KernelDomain(TorchDomain):
 
 def execute_rounded(mu: MuGraph, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a muGraph, in their element types, with the guards that its kernels have."""
-    mu = guarded_mugraph(mu)
-    tensors: dict[str, Any] = {name: _given(x) for name, x in zip(mu.inputs, inputs, strict=True)}
+    whole, (mu, border) = mu, inside_mugraph(guarded_mugraph(mu))
+    given = [inputs[p.tensor][p.box] if p.starts else inputs[p.tensor] for p in border.inputs]
+    tensors: dict[str, Any] = {name: _given(x) for name, x in zip(mu.inputs, given, strict=True)}
     for step, program in zip(mu.steps, real_sizes(mu).programs, strict=True):
         domain = KernelDomain(product_type(step, mu).torch)
         made = BlockRun(domain, program, tensors, set(), CHUNK_ELEMENTS).run()
         tensors |= {name: _stored(x, mu.tensors[name].dtype.torch) for name, x in made.items()}
     found = [tensors[n].data.to(mu.tensors[n].dtype.torch) for n in mu.outputs]
-    return [x.contiguous() for x in found]
+    return put_together(whole, [x.contiguous() for x in found], border.outputs)
 
 
 def at_rows(thing: Any, rows: int) -> Any:

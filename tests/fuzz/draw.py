@@ -425,6 +425,8 @@ def _concat(d: Draw, op: Operator) -> None:
         parts.append(rng.choice(fits) if fits else d.source(other, dtype=d.type(i)))
     rng.shuffle(parts)
     y = d.step("concat", *parts, dim=dim)
+    if rng.random() < 0.3:  # as it is, an output or for any operator
+        return
     if len(shape) > 1 and d.type(i) != "float32" and rng.random() < 0.6:
         d.step("matmul", y, d.source((d.dims(y)[-1], rng.choice(d.pool)), dtype=d.type(i)))
     else:

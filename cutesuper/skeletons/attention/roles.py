@@ -474,5 +474,5 @@ def _check_matrix(plan: AttentionPlan, where: str, view: View, contiguous: tuple
         )
     if not any(view.stride(d) == 1 for d in contiguous):
         raise LoweringError(f"{where}: {shape} must be contiguous along {' or '.join(contiguous)}")
-    if any(s != 1 and s * plan.element_bytes % PIECE_BYTES for s in view.strides):
+    if any(s * plan.element_bytes % PIECE_BYTES for s in view.places):
         raise unaligned(where, arg)

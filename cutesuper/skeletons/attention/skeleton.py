@@ -32,7 +32,7 @@ from cutesuper.skeletons.attention.sums.schedule import SumsSchedule
 from cutesuper.skeletons.attention.sums.sizes import scheduled_sums, sums_sizes
 from cutesuper.skeletons.base import Plan, Skeleton
 from cutesuper.skeletons.cost import Setting, Sized
-from cutesuper.skeletons.form import Form, check_index, needs_positions
+from cutesuper.skeletons.form import Form, check_index, check_parts, needs_positions
 from cutesuper.skeletons.legality import is_chained, refuse_index
 from cutesuper.targets import Target
 
@@ -58,6 +58,7 @@ class Attention(Skeleton):
         if not products or (positions and not are_chained(program)):
             return None
         check_index(region)
+        check_parts(region)
         try:
             return attention_form(region, program, products)
         except SearchError as error:

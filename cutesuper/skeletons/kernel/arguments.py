@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -81,7 +82,7 @@ class Extents:
 
     def _wide(self, view: View) -> bool:
         """True if offsets in the tensor behind a view need 64 bits."""
-        shape = self.arguments[view.argument].shape
+        shape = self.arguments[view.argument].memory
         return not open_size(shape) and size(shape) > MAX_ELEMENTS
 
 
@@ -114,6 +115,21 @@ def described(extent: Any) -> Any:
     return Int32(1) if isinstance(extent, int) and extent == 1 else extent
 
 
+def parts_of(arguments: tuple[Argument, ...], given: Sequence[cute.Tensor]) -> list[cute.Tensor]:
+    """The tensors that a kernel works on, parts of those that it is given."""
+
+    def part(argument: Argument, whole: cute.Tensor) -> cute.Tensor:
+        if argument.part is None:
+            return whole
+        own = [n if isinstance(d, Symbol) else d
+               for n, d in zip(whole.shape, argument.shape, strict=True)]  # fmt: skip
+        first = sum(n * s for n, s in zip(argument.part.starts, whole.stride, strict=True) if n)
+        layout = cute.make_layout(tuple(own), stride=whole.stride)
+        return cute.make_tensor(whole.iterator + first, layout)
+
+    return [part(*pair) for pair in zip(arguments, given, strict=True)]
+
+
 def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
     """Fake tensors to compile with, of addresses for scattered rows; equal symbols share one
     run-time extent."""
@@ -124,7 +140,7 @@ def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
             return symbols.setdefault(d.name, cute.sym_int())
         return d
 
-    given = [("int64", a.shape[:1]) if a.scattered else (a.dtype, a.shape) for a in arguments]
+    given = [("int64", a.shape[:1]) if a.scattered else (a.dtype, a.memory) for a in arguments]
     return tuple(
         make_fake_compact_tensor(
             ELEMENT[dtype],

@@ -40,7 +40,7 @@ def step(view: View) -> int:
     >>> step(View(0, ("M", "K"), (12, 1))), step(View(0, ("M", "K"), (64, 1)))
     (4, 8)
     """
-    return gcd(PIECE, *(s for s in view.strides if s != 1))
+    return gcd(PIECE, *view.places)
 
 
 @dataclass(frozen=True)

@@ -712,7 +712,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
         views = [o.view for o in self.outputs if self.column in o.view.labels]
         contiguous = all(v.stride(self.column) == 1 for v in views)
         narrow = all(self.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
-        return gcd(PIECE, extent(self.program.dims[self.column])) if contiguous and narrow else 0
+        places = [n for v in views for n in v.places]
+        length = extent(self.program.dims[self.column])
+        return gcd(PIECE, length, *places) if contiguous and narrow else 0
 
     @cached_property
     def can_bulk_store(self) -> bool:

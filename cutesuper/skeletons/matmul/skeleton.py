@@ -16,7 +16,14 @@ from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.skeletons.base import Plan, Skeleton, arguments_of
 from cutesuper.skeletons.cost import Setting, Sized, additive_price
-from cutesuper.skeletons.form import Form, check_taken, needs_positions, single_reduction, unsized
+from cutesuper.skeletons.form import (
+    Form,
+    check_parts,
+    check_taken,
+    needs_positions,
+    single_reduction,
+    unsized,
+)
 from cutesuper.skeletons.legality import is_chained, refuse_index, without_running_state
 from cutesuper.skeletons.matmul.explain import matmul_lines
 from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
@@ -46,6 +53,7 @@ class Matmul(Skeleton):
         if not products:
             return None
         check_taken(region)
+        check_parts(region)
         labels = [op.kind for op in region.ops if lookup(op.kind).counts == Counts.LABELS]
         if labels:
             raise SearchError(f"{labels[0]} reads labels, which kernels with products do not")

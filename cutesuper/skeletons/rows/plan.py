@@ -159,7 +159,8 @@ class RowPlan(Plan[RowSchedule]):
         for n, a in enumerate(self.arguments):
             views = [v for v in self.views if v.argument == n]
             rows = all(v.labels == (*self.rows, self.column) and type(v) is View for v in views)
-            if a.name in names and not (rows and len(self.rows) == 1):
+            rows = rows and a.part is None
+            if a.given in names and not (rows and len(self.rows) == 1):
                 raise LoweringError(
                     f"{a.name}{show_shape(a.shape)}: rows that lie anywhere are those of a tensor "
                     "of two dimensions, read and written along its rows"
@@ -320,11 +321,8 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
             return False
         for view in (self.loads[i] for i in self.streamed):
             size = self.itemsize(view)
-            strides = [
-                s for d, s in zip(view.labels, view.strides, strict=True) if d != self.column
-            ]
             if view.stride(self.column) != 1 or any(
-                s * size % BULK for s in (self.length, *strides)
+                n * size % BULK for n in (self.length, *view.places)
             ):
                 return False
         return all(self.itemsize(self.loads[i]) in (4, 8) for i in self.scalars)

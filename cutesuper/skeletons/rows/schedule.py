@@ -292,8 +292,8 @@ def _vector(plan: RowPlan) -> int:
     are strided along the row are read element by element in any case."""
     contiguous = [v for v in plan.views if v.stride(plan.column) == 1]
     widest = max(map(plan.itemsize, contiguous or plan.views))
-    strides = [s for v in contiguous for s in v.strides if s != 1]
-    return gcd(BULK // widest, plan.length, *strides) if contiguous else 1
+    places = [n for v in contiguous for n in v.places]
+    return gcd(BULK // widest, plan.length, *places) if contiguous else 1
 
 
 # --------------------------------------------------------------------------------------- row loops
@@ -423,7 +423,7 @@ def _common_vector(plan: RowLoopPlan, vector: int) -> int:
             continue
         if v.stride(plan.column) != 1:
             return 1
-        for s in (*(s for s in v.strides if s != 1), plan.length, plan.width):
-            while s % vector:
+        for n in (*v.places, plan.length, plan.width):
+            while n % vector:
                 vector //= 2
     return vector

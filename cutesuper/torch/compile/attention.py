@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from operator import getitem
 from typing import Any, ClassVar
 
@@ -77,8 +78,15 @@ class _Places:
     width: Slot
 
 
+def _ranked(*values: Value) -> list[Value]:
+    """Tensors of one rank, with a dimension for heads: those that are missing in front have an
+    extent of 1, as in products of PyTorch."""
+    rank = max(3, *(len(t.dims) for t in values))
+    return [Value((*((),) * (rank - len(t.dims)), *t.dims), t.absent) for t in values]
+
+
 def _places(b: Builder, node: fx.Node, a: Arguments) -> _Places:
-    q, k, v = (b.value(a[n]) for n in _SIDES)
+    q, k, v = _ranked(*(b.value(a[n]) for n in _SIDES))
     front = b.groups(tuple(p for d in q.dims[:-2] for p in d))
     rows, keys, width = b.one(node, q.dims[-2]), b.one(node, k.dims[-2]), b.one(node, v.dims[-1])
     lead = [correspondence(Value(q.dims[:-3]), Value(t.dims[:-3])) for t in (k, v)]
@@ -101,16 +109,14 @@ class _Attention(Entry):
         """Query, key and value, whose dimensions are unified. Raises Unsupported."""
         if a.get("dropout_p", 0.0) != 0.0:
             raise Unsupported(node, "drops weights")
-        q, k, v = (s.of(a[n]) for n in _SIDES)
-        if not len(q.dims) == len(k.dims) == len(v.dims) >= 3:
-            raise Unsupported(node, "takes tensors of different ranks")
+        q, k, v = _ranked(*(s.of(a[n]) for n in _SIDES))
         if a.get("is_causal") and not isinstance(fake(a["query"]).shape[-2], int):
             raise Unsupported(node, "is causal, over a length that is known only at the call")
         heads = self._share(node, q.dims[-3], k.dims[-3])
         unify(k.dims[-3], v.dims[-3])
-        for d in range(-len(q.dims), -3):
-            unify(q.dims[d], k.dims[d])
-            unify(q.dims[d], v.dims[d])
+        for d, t in product(range(-len(q.dims), -3), (k, v)):
+            if leaves(t.dims[d]):
+                unify(q.dims[d], t.dims[d])
         unify(q.dims[-1], k.dims[-1])
         unify(k.dims[-2], v.dims[-2])
         for one in (*heads, q.dims[-1], q.dims[-2], k.dims[-2], v.dims[-1]):
@@ -165,7 +171,7 @@ class Attention(_Attention):
             if leaves(q.dims[-2]) and leaves(q.dims[-2]) == leaves(k.dims[-2]):
                 raise Unsupported(node, "takes a mask tensor, and queries that are keys as well")
             s.broadcast(node, [_scores_of(q, k), s.of(beside)])
-        y = Value((*q.dims[:-1], v.dims[-1]))
+        y = Value((*q.dims[-len(s.of(a["query"]).dims) : -1], v.dims[-1]))
         if not isinstance(node.meta["val"], tuple | list):
             return y
         sums = None if limits is not None else _sums_of(node, node.meta["val"][1], q)
@@ -187,7 +193,8 @@ class Attention(_Attention):
     def _alone(self, b: Builder, node: fx.Node, a: Arguments, at: _Places) -> Tensor:
         """The result without its logarithms."""
         query = multiplied(b, node, a["query"], at.query)
-        limits, sequences = lengths_of(node), b.value(a["query"]).dims[0]
+        [q] = _ranked(b.value(a["query"]))
+        limits, sequences = lengths_of(node), q.dims[0]
         heads, rank = at.key, 2
         counted = limits is not None and (limits.node is not None or limits.first is not None)
         if counted and not leaves(sequences):

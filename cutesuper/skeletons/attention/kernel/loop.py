@@ -27,6 +27,7 @@ from cutesuper.skeletons.attention.kernel.keys import KeyValues
 from cutesuper.skeletons.attention.kernel.producer import Producer
 from cutesuper.skeletons.attention.kernel.rows import Rows
 from cutesuper.skeletons.attention.plan import AttentionPlan
+from cutesuper.skeletons.kernel.arguments import parts_of
 
 
 class AttentionKernel:
@@ -48,7 +49,8 @@ class AttentionKernel:
         """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         plan = self.plan
         count = len(plan.arguments)
-        tensors, scratch, stream = list(args[:count]), list(args[count:-1]), args[-1]
+        tensors = parts_of(plan.arguments, args[:count])
+        scratch, stream = list(args[count:-1]), args[-1]
         atoms = self.producer.atoms(tensors)
         batch = 1
         for label in plan.batch:

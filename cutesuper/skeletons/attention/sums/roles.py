@@ -267,7 +267,7 @@ def _check_operands(plan: SumsPlan, where: str) -> None:
             raise LoweringError(f"{where}: {shape} is no tensor of at most {MAX_RANK} labels")
         if view.stride(plan.inner(load)) != 1:
             raise LoweringError(f"{where}: {shape} must be contiguous along {plan.inner(load)}")
-        if any(s != 1 and s * plan.element_bytes % PIECE_BYTES for s in view.strides):
+        if any(s * plan.element_bytes % PIECE_BYTES for s in view.places):
             raise unaligned(where, arg)
     for output in plan.outputs:
         columns = {s.columns for s in plan.sums if s.final in output.expression.leaves}

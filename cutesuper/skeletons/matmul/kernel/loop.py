@@ -19,6 +19,7 @@ from cutesuper.device.cluster import announce, rank_in_cluster, wait_for_cluster
 from cutesuper.device.launch import give_registers, start_successor, take_registers
 from cutesuper.device.memory import ask_for_descriptors, operand
 from cutesuper.device.pipeline import Ring
+from cutesuper.skeletons.kernel.arguments import parts_of
 from cutesuper.skeletons.matmul.kernel.consumer import Consumer
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory, Tile
 from cutesuper.skeletons.matmul.kernel.copies import Copies
@@ -75,7 +76,8 @@ class MatmulKernel:
         """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         k, plan = self.k, self.plan
         count = len(plan.arguments)
-        tensors, scratch, stream = list(args[:count]), list(args[count:-1]), args[-1]
+        tensors = parts_of(plan.arguments, args[:count])
+        scratch, stream = list(args[count:-1]), args[-1]
         rows = k.ring_layout()
         atoms = self.producer.atoms(tensors)
         for epilogue in self.epilogues:

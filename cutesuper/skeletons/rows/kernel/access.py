@@ -101,9 +101,8 @@ class Access:
         if view.stride(plan.column) != 1:
             return 1
         wide = self.k.vector
-        steps = [s for d, s in zip(view.labels, view.strides, strict=True) if d != plan.column]
-        for s in (*steps, plan.length, plan.width):
-            while s % wide:
+        for n in (*view.places, plan.length, plan.width):
+            while n % wide:
                 wide //= 2
         return wide
 

@@ -22,7 +22,7 @@ from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.pipeline import Ring
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.relations import reachable
-from cutesuper.skeletons.kernel.arguments import unravel
+from cutesuper.skeletons.kernel.arguments import parts_of, unravel
 from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place
 from cutesuper.skeletons.rows.kernel.exchange import Exchange
@@ -52,7 +52,8 @@ class RowLoopKernel:
         """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         plan = self.plan
         count = len(plan.arguments)
-        tensors, scratch, stream = list(args[:count]), list(args[count:-1]), args[-1]
+        tensors = parts_of(plan.arguments, args[:count])
+        scratch, stream = list(args[count:-1]), args[-1]
         blocks = self.walkers(tensors) * plan.parts
         for d in plan.outer:
             blocks = blocks * self.k.extents.of(d, tensors)

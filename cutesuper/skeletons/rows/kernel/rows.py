@@ -20,7 +20,7 @@ from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import Operator, lookup
 from cutesuper.skeletons.base import Indexed, View
-from cutesuper.skeletons.kernel.arguments import Extents, dtype_of, named_row
+from cutesuper.skeletons.kernel.arguments import Extents, dtype_of, named_row, parts_of
 from cutesuper.skeletons.rows.plan import RowPlan
 
 #: shared memory that two blocks without a ring need at most, in percent of an SM's; the rest is L1
@@ -52,7 +52,7 @@ class RowKernel:
     @cute.jit
     def __call__(self, *args):
         """Launch; the arguments are the plan's tensors in order, then the stream."""
-        tensors, stream = list(args[:-1]), args[-1]
+        tensors, stream = parts_of(self.plan.arguments, args[:-1]), args[-1]
         rows = sum(s.row_blocks(tensors) for s in self.sections)
         # given, so that the driver is not asked how much shared memory the blocks of an SM take
         resident = self.plan.resident

@@ -44,8 +44,8 @@ class Tiles:
         #: neighbouring values of rows in one bulk load: those of a tile, at least 16 bytes
         self.span = max(4, self.rows)
         linear = not plan.outer and all(
-            plan.row_stride(plan.loads[i]) == 1 and plan.itemsize(plan.loads[i]) == 4
-            for i in plan.scalars
+            plan.row_stride(v) == 1 and plan.itemsize(v) == 4 and v.offset % 4 == 0
+            for v in (plan.loads[i] for i in plan.scalars)
         )
         #: loads whose tiles are contiguous in memory
         self.whole = plan.parts == 1 and all(
