@@ -125,6 +125,8 @@ def _reduce(a: Any, operator: Operator, x: Any, shape: tuple[Any, ...], dim: int
         return x
     assert operator.reduces is not None
     over = (str(len(shape) - 1 - dim),)
+    if operator.reduces.places:
+        x = a.placed(x, over, np.arange(shape[dim]))
     total = operator.reduces.reduced(a, x, over, {over[0]: shape[dim]})
     return a.div(total, a.constant(float(shape[dim]))) if operator.averages else total
 

@@ -17,7 +17,7 @@ order of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -179,11 +179,18 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: one slot for every warp and reduction."""
+        """Shared memory of a block: one slot for every warp and number of a reduction."""
+        words = words_of(self.program, self.reductions)
         if self.schedule.interleaved:
-            return 4 * len(self.reductions) * self.threads
-        slots = len(self.reductions) * self.schedule.rows * self.warps_per_row
+            return 4 * words * self.threads
+        slots = words * self.schedule.rows * self.warps_per_row
         return 4 * slots if self.warps_per_row > 1 else 0
+
+
+def words_of(program: BlockProgram, reductions: Iterable[int]) -> int:
+    """Numbers that a thread hands over for some reductions of a row."""
+    found = (program.ops[i].facets.reduces for i in reductions)
+    return sum(how.words for how in found if how is not None)
 
 
 @dataclass(frozen=True)
@@ -625,6 +632,11 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
         return BULK * ceil_div((self.covered - self.width) * max(sizes, default=0), BULK)
 
     @property
+    def words(self) -> int:
+        """Numbers that a thread hands over for a row, at all levels."""
+        return sum(words_of(self.program, level.reductions) for level in self.levels)
+
+    @property
     def slots(self) -> int:
         """Number of fp32 slots for a tile's reductions, twice: tiles take turns."""
         return 2 * (self.sent_slots + self.block_slots)
@@ -633,7 +645,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
     def sent_slots(self) -> int:
         """Slots of a tile that all senders write; rounded to 16-byte accesses if others follow: 2
         senders with 32 warps each left 8 bytes for one reduction."""
-        count = sum(len(level.reductions) for level in self.levels) * self.tile_rows * self.senders
+        count = self.words * self.tile_rows * self.senders
         return 4 * ceil_div(count, 4) if self.block_slots else count
 
     @property
@@ -641,8 +653,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
         """Slots of a tile that only the warps of the block write."""
         if not self.meets_in_block:
             return 0
-        count = sum(len(level.reductions) for level in self.levels)
-        return 4 * ceil_div(count * self.tile_rows * self.warps_per_row, 4)
+        return 4 * ceil_div(self.words * self.tile_rows * self.warps_per_row, 4)
 
     @property
     def finish_bytes(self) -> int:

@@ -221,16 +221,48 @@ class Reduction(Entry):
         return along(b, node, t, slots, dims, self.formula)
 
 
+@dataclass(frozen=True)
+class _Place(Reduction):
+    """Places of the largest or smallest elements, along one dimension or in the whole tensor."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        value = super().shape(s, node, a)
+        _check_places(s, node)
+        return value
+
+
+def _check_places(s: Shapes, node: fx.Node) -> None:
+    """Check that places are those in rows that a kernel holds. Raises Unsupported."""
+    if len(s.runs[node]) > 1:
+        raise Unsupported(
+            node,
+            "gives places in rows that are reduced in parts: several dimensions of few rows, or "
+            f"more than {MAX_CLUSTER_ROW} elements ({MAX_ROW} of the only row)",
+        )
+
+
+@dataclass(frozen=True)
 class _Extreme(Reduction):
-    """The largest or smallest elements; their indices are not computed."""
+    """The largest or smallest elements, and their places where these are used.
+
+    Attributes:
+        place: along one dimension.
+    """
+
+    place: Along
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        if reads_places(node):
-            raise Unsupported(node, "gives places of elements, which kernels do not compute")
-        return super().shape(s, node, a), None
+        value = super().shape(s, node, a)
+        if not reads_places(node):
+            return value, None
+        _check_places(s, node)
+        return value, value
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
-        return super().build(b, node, a), None
+        places = replace(self, formula=self.place)
+        return super().build(b, node, a), Reduction.build(places, b, node, a) if reads_places(
+            node
+        ) else None
 
 
 class _Truth(Reduction):
@@ -562,6 +594,14 @@ def _everywhere(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
     return g.sub(1.0, g.max(g.sub(1.0, t), dim))
 
 
+def _place_of_most(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.argmax(t, dim)
+
+
+def _place_of_least(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.argmax(g.mul(t, -1.0), dim)
+
+
 def of_reduction(name: str) -> Reduction:
     """The entry of a reduction of the table of operators."""
     return Reduction(lambda g, t, dim: g.apply(name, t, dim=dim))
@@ -578,8 +618,10 @@ enter_all({
         ("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int"),
         _AlongOne(
             lambda g, t, d: g.log_softmax(t, d), lambda g, t, s: g.sub(t, g.log(s)), of_one=0.0)),
-    "aten.max.dim": _Extreme(_maximum),
-    "aten.min.dim": _Extreme(_minimum),
+    "aten.max.dim": _Extreme(_maximum, _place_of_most),
+    "aten.min.dim": _Extreme(_minimum, _place_of_least),
+    "aten.argmax.default": _Place(_place_of_most),
+    "aten.argmin.default": _Place(_place_of_least),
     "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),
     "aten.linalg_vector_norm.default": _Norm2(_sum),
     "aten.norm.ScalarOpt_dim": _Norm2(_sum),
