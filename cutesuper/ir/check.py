@@ -313,14 +313,14 @@ def _check_rescaled(program: BlockProgram, op: BlockOp, where: str) -> None:
 
 
 def _check_whole(program: BlockProgram, op: BlockOp, labels: tuple[str, ...], where: str) -> None:
-    """Check that a block has the whole of the label along which elements change places."""
+    """Check that a block has the whole of the label along which an operator works."""
     along = op.attributes["along"]
     if along not in labels:
         raise GraphError(f"{where}: its operand does not have the label {along}")
     if axes := program.axes_of(along):
         raise GraphError(
-            f"{where}: elements change places along {along}, which {axes[0].name} divides; a block "
-            "must have it whole"
+            f"{where}: it works along {along}, which {axes[0].name} divides; a block must have it "
+            "whole"
         )
 
 

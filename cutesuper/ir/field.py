@@ -544,6 +544,22 @@ class FieldAlgebra:
         """`foremost` of two."""
         return self.add(x, y)
 
+    def scanned(self, x: FieldValue, dim: str, length: int, reverse: bool) -> FieldValue:
+        """Sums of the first ``length`` elements along a dimension up to each, or from each on; what
+        is behind is 0."""
+        axis, step = x.dims.index(dim), -1 if reverse else 1
+        inside = (slice(None),) * axis + (slice(length),)
+        back = (slice(None),) * axis + (slice(None, None, step),)
+
+        def scan(r: Any, f: Any) -> Any:
+            found = np.zeros_like(r)
+            found[inside] = f.accumulate(r[inside][back], axis)[back]
+            return found
+
+        p = np.remainder(scan(x.p, np.add), self._p)
+        total = x.like(x.dims, p, None if x.q is None else np.remainder(scan(x.q, np.add), self._q))
+        return total.hide(scan(x.gone(), np.logical_or)) if x.masked else total
+
     def cut(self, x: FieldValue, dim: str, at: int | slice) -> FieldValue:
         """Elements of x along a dimension; it is gone where ``at`` is one position."""
         kept = x.dims if isinstance(at, slice) else tuple(d for d in x.dims if d != dim)

@@ -216,6 +216,11 @@ class DegreeAlgebra:
         """x: elements change places and signs."""
         return x
 
+    def scanned(self, x: Degree, dim: str, length: int, reverse: bool) -> Degree:
+        """Everywhere the degree of the sum of all."""
+        total = self.sum(x, (dim,))
+        return replace(total, sizes=x.sizes, varies=x.varies, term_dims=x.term_dims)
+
     def gather(
         self, x: Degree, integers: Any, operator: Operator, shape: tuple[int, ...]
     ) -> Degree:

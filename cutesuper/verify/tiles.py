@@ -266,7 +266,7 @@ class BlockRun:
         if operator.turns:
             label = self.layout.labels[op.attributes["along"]]
             [dim], [padded] = label.parts, label.extents
-            return turned(self.a, operator, args[0], dim, label.extent, padded)
+            return turned(self.a, operator, args[0], dim, label.extent, op.attributes, padded)
         if operator.integers:
             [x] = args
             return self.a.literal(x.dims, operator.numbers(x.data, op.attributes))

@@ -154,6 +154,14 @@ class TorchDomain:
         moved = TorchValue(x.dims, x.data.index_select(x.dims.index(dim), index))
         return self.mul(moved, TorchValue((dim,), torch.from_numpy(signs).to(x.data)))
 
+    def scanned(self, x: TorchValue, dim: str, length: int, reverse: bool) -> TorchValue:
+        """Sums up to each of the first elements along a dimension, or from each on."""
+        axis, found = x.dims.index(dim), torch.zeros_like(x.data)
+        given = x.data.narrow(axis, 0, length)
+        given = given.flip(axis).cumsum(axis).flip(axis) if reverse else given.cumsum(axis)
+        found.narrow(axis, 0, length).copy_(given)
+        return TorchValue(x.dims, found)
+
     def gather(
         self, x: TorchValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]
     ) -> TorchValue:

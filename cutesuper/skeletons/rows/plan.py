@@ -84,12 +84,23 @@ class RowPlan(Plan[RowSchedule]):
     @property
     def turns(self) -> bool:
         """True if elements change places along a row."""
-        return any(op.facets.turns for op in self.program.ops)
+        return any(op.facets.turns and not op.facets.scans for op in self.program.ops)
+
+    @property
+    def scans(self) -> tuple[int, ...]:
+        """Operations that sum a row up to each element."""
+        return tuple(i for i, op in enumerate(self.program.ops) if op.facets.scans)
+
+    @property
+    def scan_words(self) -> int:
+        """Numbers of a sum up to an element, between threads: with what rounding left, if results
+        are fp32."""
+        return 1 + any(a.written and a.dtype == "float32" for a in self.arguments)
 
     @property
     def whole(self) -> bool:
         """True if the threads of a row must have all of it."""
-        return bool(self.reductions) or self.turns
+        return bool(self.reductions or self.scans) or self.turns
 
     @property
     def threads(self) -> int:
@@ -179,10 +190,11 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: one slot for every warp and number of a reduction."""
+        """Shared memory of a block: slots for the numbers that warps exchange."""
         words = words_of(self.program, self.reductions)
         if self.schedule.interleaved:
             return 4 * words * self.threads
+        words += len(self.scans) * self.schedule.chunks * self.scan_words
         slots = words * self.schedule.rows * self.warps_per_row
         return 4 * slots if self.warps_per_row > 1 else 0
 

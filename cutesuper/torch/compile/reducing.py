@@ -392,6 +392,30 @@ class _AlongOne(Entry):
         return integers(node, a["dim"])[0] % rank
 
 
+@enter("aten.cumsum.default")
+class CumulativeSum(Entry):
+    """Sums along a dimension up to each element, in rows that a block holds."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        dtype = fake(a["self"]).dtype
+        if dtype not in FLOATS or fake(node).dtype not in FLOATS:
+            raise Unsupported(node, f"computes {fake(node).dtype} from {dtype}")
+        x = s.of(a["self"])
+        if not x.dims:
+            raise Unsupported(node, "works along a tensor of no dimensions")
+        s.reduced(node, [x.dims[integers(node, a["dim"])[0] % len(x.dims)]])
+        return Value(x.dims, x.absent)
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        t, slots = whole_tensor(b, node, a["self"])
+        group = b.one(node, b.shapes.runs[node][0])
+        if group is None:
+            return Built(b.g.mul(t, 1.0), slots)
+        if group not in slots:
+            raise Unsupported(node, "works along a dimension of repeated elements")
+        return Built(b.g.cumsum(t, slots.index(group)), slots)
+
+
 # ------------------------------------------------------------------------------------------- norms
 
 

@@ -33,6 +33,7 @@ from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import Operator, lookup
 from cutesuper.skeletons.base import Indexed, View
 from cutesuper.skeletons.kernel.arguments import Extents, dtype_of, named_row
+from cutesuper.skeletons.rows.kernel.scans import Lane, Scan
 from cutesuper.skeletons.rows.plan import RowPlan, words_of
 
 #: shared memory that two blocks without a ring need at most, in percent of an SM's; the rest is L1
@@ -168,6 +169,9 @@ class RowKernel:
                     source = ahead[op.inputs[0]]
                 total = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
                 values[i] = result(op.facets.reduces.name, total) * plan.program.factor(op)
+            elif op.facets.scans:
+                here = Lane(tidx, lane, group, self.inside(first))
+                values[i] = Scan(plan, i, slots, here).of(args[0])
             elif op.facets.turns:
                 values[i] = self.turn(args[0], lookup(op.kind), tidx, lane)
             else:
