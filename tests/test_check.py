@@ -163,7 +163,7 @@ MUTATIONS: dict[str, tuple[Callable[[BlockProgram], BlockProgram], str]] = {
     ),
     "accumulate the least": (
         with_attributes(3, op="min"),
-        "op must be 'max' or 'prod' or 'sum', not 'min'",
+        "op must be 'argmax' or 'max' or 'prod' or 'sum', not 'min'",
     ),
     "accumulate what is no partial": (
         with_op(3, op("accumulate", (0,), "MK", axis="K.loop", op="sum")),

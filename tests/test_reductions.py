@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -36,11 +37,12 @@ def rows(*shape: int, dim: int = 1, dtype: str = "float32") -> KernelGraph:
 def test_monoids_are_the_references(operator: Any) -> None:
     """Elements combined one by one, from the identity, give what PyTorch gives."""
     x = torch.linspace(-1.5, 2.0, 7, dtype=torch.float64)
-    total = operator.reduces.identity
-    for value in x.tolist():
-        total = operator.reduces.combine(HostMath, total, value)
-    total /= len(x) if operator.averages else 1
-    want = operator.reference([x], {"dim": 0})
+    how = operator.reduces
+    pairs = [(how.identity, 99.0), *((value, float(n)) for n, value in enumerate(x.tolist()))]
+    first, *rest = pairs if how.places else [number for number, _ in pairs]
+    total = reduce(partial(how.combine, HostMath), rest, first)
+    total = total[1] if how.places else total / (len(x) if operator.averages else 1)
+    want = operator.reference([x], {"dim": 0}).double()
     torch.testing.assert_close(torch.tensor([total], dtype=torch.float64), want)
 
 

@@ -65,7 +65,7 @@ def grad(graph: KernelGraph, wrt: Names | None = None, outputs: Names | None = N
         graph: any kernel graph.
         wrt: inputs, by name or as tensors; None is all of them but integers.
         outputs: outputs whose cotangents are given, by name or as tensors; None is all outputs of
-            the graph that depend on ``wrt``.
+            the graph that depend on ``wrt``, but places (`argmax`), which have none.
 
     Returns:
         A kernel graph. Its inputs are those of ``graph`` that it needs, then the cotangent of each
@@ -425,10 +425,10 @@ def _find(
 
 
 def _depending(graph: KernelGraph, on: set[int]) -> set[int]:
-    """All nodes that are computed from the given ones, and these themselves."""
+    """All nodes that are computed from the given ones, but places, and these themselves."""
     found = set(on)
     for i, n in enumerate(graph.nodes):
-        if found & set(n.inputs):
+        if found & set(n.inputs) and not n.dtype.integer:
             found.add(i)
     return found
 

@@ -89,7 +89,39 @@ def widen(registers: cute.Tensor) -> cute.TensorSSA:
     return wide.load()
 
 
-def reduced(kind: str, fragment: cute.Tensor | cute.TensorSSA, inside: Sequence[Any]) -> Float32:
+def words(x: Any) -> tuple[Any, ...]:
+    """The numbers of an element of a monoid: of a pair both."""
+    return x if isinstance(x, tuple) else (x,)
+
+
+def element_of(given: Sequence[Any]) -> Any:
+    """The inverse of `words`."""
+    return given[0] if len(given) == 1 else tuple(given)
+
+
+def neutral(kind: str) -> Any:
+    """The element that changes nothing; as a pair it lies behind all others."""
+    number = Float32(NEUTRAL[kind])
+    return (number, Float32(float("inf"))) if monoid(kind).places else number
+
+
+def shuffled(x: Any, distance: int) -> Any:
+    """The element of the lane at this distance."""
+    return element_of([cute.arch.shuffle_sync_bfly(w, distance) for w in words(x)])
+
+
+def result(kind: str, x: Any) -> Any:
+    """The result of a reduction: of a pair the place."""
+    return x[1] if monoid(kind).places else x
+
+
+def reduced(
+    kind: str,
+    fragment: cute.Tensor | cute.TensorSSA,
+    inside: Sequence[Any],
+    first: Any = None,
+    starts: Sequence[int] = (),
+) -> Any:
     """Combine a thread's elements of a row.
 
     Args:
@@ -97,18 +129,24 @@ def reduced(kind: str, fragment: cute.Tensor | cute.TensorSSA, inside: Sequence[
         fragment: ``(vector, accesses)`` in fp32, or packed elements.
         inside: for each access a predicate that is true inside the row, or None if it always is.
             Rows are whole accesses, so that there is no comparison for each element.
+        first: column of the thread in the row, for monoids of pairs.
+        starts: for each access the columns before it, from ``first``; they ascend.
     """
     if not isinstance(fragment, cute.TensorSSA) and monoid(kind).packed is None:
         fragment = widen(fragment)
     if isinstance(fragment, cute.TensorSSA):
         values = [fragment[n] for n in range(cute.size(fragment.shape))]
-        neutral: Any = Float32(NEUTRAL[kind])
+        nothing: Any = Float32(NEUTRAL[kind])
     else:
-        values, neutral = words_of(fragment), twice(NEUTRAL[kind], fragment.element_type)
+        values, nothing = words_of(fragment), twice(NEUTRAL[kind], fragment.element_type)
     each = len(values) // len(inside)
     for n, x in enumerate(values):
         if inside[n // each] is not None:
-            values[n] = type(neutral)(select_(inside[n // each], x, neutral))
+            values[n] = type(nothing)(select_(inside[n // each], x, nothing))
+    if monoid(kind).places:  # numbered in the thread, so that places are constants
+        places = [Float32(starts[n // each] + n % each) for n in range(len(values))]
+        number, place = total(kind, list(zip(values, places, strict=True)))
+        return number, place + Float32(first)
     if isinstance(fragment, cute.TensorSSA):
         return total(kind, values)
     return _packed_total(kind, values, fragment.element_type)
@@ -175,5 +213,5 @@ def total(kind: str, values: Sequence[Any]) -> Any:
     """Combine a thread's values of a row: `CHAINS` running results, then these."""
     running = list(values[:CHAINS])
     for n, x in enumerate(values[CHAINS:]):
-        running[n % CHAINS] = combine(kind, running[n % CHAINS], x)
+        running[n % CHAINS] = monoid(kind).append(_SCALARS, running[n % CHAINS], x)
     return tree(kind, running)

@@ -498,6 +498,8 @@ class _Unification:
             over, attributes = self.names[self.find(slot)], {}
         elif lookup(kind).turns:
             slot = (len(self.region.inputs) + i, len(op.shape) - 1)
+            if self.extent(slot) == 1:
+                return args[0]
             attributes["along"] = self.names[self.find(slot)]
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)

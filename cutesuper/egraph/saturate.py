@@ -159,7 +159,16 @@ class Table:
         kind = op.kind
         if op.facets.contracts:
             kind, args = SUM.name, [self._field.mul(*args)]
-        return self._reduced_value(kind, args[0], op.over, self.split.parts(op.over))
+        x = self._elements(kind, args[0], op.over)
+        return self._reduced_value(kind, x, op.over, self.split.parts(op.over))
+
+    def _elements(self, kind: str, x: FieldValue, label: str) -> FieldValue:
+        """The elements that a reduction combines: x, with its places where they count."""
+        how, parts = lookup(kind).reduces, self.split.parts(label)
+        if how is None or not how.places:
+            return x
+        shape = [_PART] * len(parts)
+        return self._field.placed(x, parts, np.arange(prod(shape)).reshape(shape))
 
     def _reduced_value(
         self, kind: str, x: FieldValue, label: str, parts: tuple[str, ...]
@@ -309,7 +318,9 @@ class Table:
             c.labels - {label},
             c.state._replace(pending=pending),
             Derivation(kind, (i,), label),
-            lambda: self._reduced_value(kind, self.values[i], label, (f"{label}.tile",)),
+            lambda: self._reduced_value(
+                kind, self._elements(kind, self.values[i], label), label, (f"{label}.tile",)
+            ),
         )
 
     def _axis_reduction(self, i: int, axis: Axis) -> None:

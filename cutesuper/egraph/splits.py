@@ -173,6 +173,8 @@ def splits(program: LabelledProgram) -> Iterator[Split]:
     """
     reduced, again = set(program.reduced), _needed_again(program)
     contracted = {op.over for op in program.ops if op.facets.contracts}
+    # pairs of numbers and places are not stored for a second kernel
+    paired = {op.over for op in program.ops if op.facets.reduces and op.facets.reduces.places}
     stored = {d for _, m in program.outputs for d in m if d is not None}
     chosen: list[tuple[tuple[AxisKind, ...], ...]] = [()]
     for label, dim in program.dims.items():
@@ -180,7 +182,7 @@ def splits(program: LabelledProgram) -> Iterator[Split]:
         if label in reduced:
             least = MIN_LOOPED if label in contracted else 2
             kinds = tuple(k for k in kinds if _pays(k, extent(dim), least))
-        if label in again:
+        if label in again | paired:
             kinds = tuple(k for k in kinds if _GRID not in k)
         chosen = [(*c, o) for c in chosen for o in kinds if _once((*c, o))]
     for c in sorted(chosen, key=lambda c: sum(map(len, c))):

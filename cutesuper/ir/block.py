@@ -28,6 +28,7 @@ from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, facets
+from cutesuper.ir.operators.monoid import monoid
 
 
 class AxisKind(StrEnum):
@@ -136,6 +137,13 @@ class BlockOp:
     def puts(self) -> bool:
         """True for a store that puts rows into a tensor at the places that an index names."""
         return self.kind == STORE and "index" in self.attributes
+
+    @property
+    def places(self) -> bool:
+        """True if the result is places of elements, of a part or of all."""
+        ends = self.kind in ENDING
+        how = monoid(self.attributes["op"]) if ends else self.facets.reduces
+        return how is not None and how.places
 
     @property
     def rescaled(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
 from typing import Any
 
 from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.ir.arguments import shown
 from cutesuper.ir.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
@@ -312,14 +314,14 @@ def _check_rescaled(program: BlockProgram, op: BlockOp, where: str) -> None:
 
 
 def _check_whole(program: BlockProgram, op: BlockOp, labels: tuple[str, ...], where: str) -> None:
-    """Check that a block has the whole of the label along which elements change places."""
+    """Check that a block has the whole of the label along which an operator works."""
     along = op.attributes["along"]
     if along not in labels:
         raise GraphError(f"{where}: its operand does not have the label {along}")
     if axes := program.axes_of(along):
         raise GraphError(
-            f"{where}: elements change places along {along}, which {axes[0].name} divides; a block "
-            "must have it whole"
+            f"{where}: it works along {along}, which {axes[0].name} divides; a block must have it "
+            "whole"
         )
 
 
@@ -608,6 +610,7 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
     """Check that integers are operands of operators that take them, or what loads go through, in
     the types that these take."""
     where, ops = f"muGraph, kernel {step.name}", step.program.ops
+    _check_places(ops, where)
     for i, op in enumerate(ops):
         if op.kind not in (LOAD, STORE):
             continue
@@ -620,7 +623,11 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
             if dtype not in taker.integer_types:
                 allowed = " or ".join(d.name for d in taker.integer_types)
                 raise GraphError(f"{where}: {taker.name} takes {allowed}, and {name} is {dtype}")
-        if integers and (op.kind == STORE or len(takers) < len(uses)):
+        if op.kind == STORE and integers != ops[op.inputs[0]].places:
+            raise GraphError(
+                f"{where}: {name} is {dtype}; places (argmax) are integers, and no others"
+            )
+        if op.kind == LOAD and integers and len(takers) < len(uses):
             raise GraphError(f"{where}: {name} is {dtype}, and only lengths, tables and labels are")
         if operator is None:
             continue
@@ -630,6 +637,17 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
             raise GraphError(
                 f"{where}: the {operator.through or 'index'} {through} must be {allowed}, the {of} "
                 f"{name} must not"
+            )
+
+
+def _check_places(ops: Sequence[BlockOp], where: str) -> None:
+    """Check that places of elements are combined and stored, and nothing else is done with them."""
+    for i, op in enumerate(ops):
+        given = any(ops[j].places for j in op.inputs)
+        if op.kind != STORE and given != (op.places and op.kind in ENDING):
+            raise GraphError(
+                f"{where}: {op.kind} (operation {i}) of {shown(op.inputs)}: places of elements are "
+                "combined by argmax and stored, and nothing else is done with them"
             )
 
 

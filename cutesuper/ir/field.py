@@ -534,6 +534,47 @@ class FieldAlgebra:
         found = self._ranked(kept, best, x.q is not None)
         return x.like(kept, found.p, found.q)
 
+    def placed(self, x: FieldValue, dims: tuple[str, ...], places: NDArray[np.int64]) -> FieldValue:
+        """Elements with their places, for `foremost`: a random function of both."""
+        at = FieldValue(dims, places.astype(np.uint64))
+        both = self.add(self.opaque("number of a place", x.without_q()), at)
+        return self.opaque("place of a number", both)
+
+    def foremost(
+        self,
+        x: FieldValue,
+        dims: Iterable[str],
+        valid: tuple[tuple[str, ...], NDArray[np.bool_]] | None = None,
+    ) -> FieldValue:
+        """A function of all elements with their places, whatever their order: their sum."""
+        if valid is not None:
+            x = x.like(x.dims, x.p * align(valid[1], valid[0], x.dims), None)
+        return self.sum(x, dims)
+
+    def place(self, x: FieldValue) -> FieldValue:
+        """The result of `foremost`: a random function of the elements names a place."""
+        return x
+
+    def sooner(self, x: FieldValue, y: FieldValue) -> FieldValue:
+        """`foremost` of two."""
+        return self.add(x, y)
+
+    def scanned(self, x: FieldValue, dim: str, length: int, reverse: bool) -> FieldValue:
+        """Sums of the first ``length`` elements along a dimension up to each, or from each on; what
+        is behind is 0."""
+        axis, step = x.dims.index(dim), -1 if reverse else 1
+        inside = (slice(None),) * axis + (slice(length),)
+        back = (slice(None),) * axis + (slice(None, None, step),)
+
+        def scan(r: Any, f: Any) -> Any:
+            found = np.zeros_like(r)
+            found[inside] = f.accumulate(r[inside][back], axis)[back]
+            return found
+
+        p = np.remainder(scan(x.p, np.add), self._p)
+        total = x.like(x.dims, p, None if x.q is None else np.remainder(scan(x.q, np.add), self._q))
+        return total.hide(scan(x.gone(), np.logical_or)) if x.masked else total
+
     def cut(self, x: FieldValue, dim: str, at: int | slice) -> FieldValue:
         """Elements of x along a dimension; it is gone where ``at`` is one position."""
         kept = x.dims if isinstance(at, slice) else tuple(d for d in x.dims if d != dim)

@@ -364,9 +364,13 @@ class KernelGraph(NamedOperators):
         )
 
     def _store_as(self, t: Tensor, dtype: DType) -> None:
+        if dtype == t.dtype:
+            return
+        if t.dtype.integer:
+            raise DTypeError(f"mark_output({t!r}, {dtype}): it is {t.dtype}; leave the type out")
         if dtype.integer:
             raise DTypeError(
-                f"mark_output({t!r}, {dtype}): nothing is computed in integers; use one of "
+                f"mark_output({t!r}, {dtype}): only places (argmax) are integers; use one of "
                 f"{', '.join(ALL)}"
             )
         if t.node.facets.puts and dtype != t.dtype:
@@ -429,7 +433,8 @@ def _check_kinds(op: Operator, args: list[Tensor]) -> None:
         DTypeError, GraphError: naming the operand.
     """
     for k, t in enumerate(args):
-        if k in op.integers and t.dtype not in op.integer_types:
+        taken = t.dtype in op.integer_types and t.node.operator == INPUT
+        if k in op.integers and not taken:
             names = [d.name for d in op.integer_types]
             raise DTypeError(
                 f"{op.name}: operand {k}, {t!r}, must be an {' or '.join(names)} input; use "
@@ -439,8 +444,8 @@ def _check_kinds(op: Operator, args: list[Tensor]) -> None:
             raise DTypeError(
                 f"{op.name}: operand {k}, {t!r}, is {t.dtype}, which only lengths (length_mask, "
                 "scaled_dot_product_attention), tables (gather_pages), indices (take_rows, "
-                "put_rows) and labels (pick, label_weight, cross_entropy) are; use float16, "
-                "bfloat16 or float32"
+                "put_rows), labels (pick, label_weight, cross_entropy) and places (argmax) are; "
+                "use float16, bfloat16 or float32"
             )
         if k in op.of_inputs and t.node.operator != INPUT:
             raise GraphError(

@@ -269,6 +269,11 @@ def _of_reduction(graph: KernelGraph, cuts: list[Cuts], node: Node, box: Box) ->
     """
     d, [operand] = node.attributes["dim"], node.inputs
     cells = _cells(graph.nodes[operand].shape[d], cuts[operand][d])
+    if node.facets.reduces is not None and node.facets.reduces.places and len(cells) > 1:
+        raise OperatorError(
+            f"{node.operator} {_show(node)}: its operand is put together along dim={d}, and places "
+            "count from the beginning of the whole; let a kernel before put it together"
+        )
     return [[_use(graph, node, 0, (*box[:d], c, *box[d + 1 :]))] for c in cells]
 
 

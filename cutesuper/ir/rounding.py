@@ -94,6 +94,8 @@ def computed(kind: str, args: Sequence[Array], attributes: Attributes) -> Array:
     operator = lookup(kind)
     if operator.hides:
         return np.broadcast_arrays(*args)[-1]
+    if operator.scans:
+        return np.cumsum(args[0], -1)
     if operator.masks or operator.turns:  # magnitudes matter here
         return args[0]
     if operator.integers:

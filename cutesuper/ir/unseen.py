@@ -95,10 +95,12 @@ def fate(kind: str, args: Sequence[Fate | None], attributes: Attributes) -> Fate
 
 
 def _repeats(operator: Operator, value: float) -> bool:
-    """True if a reduction of equal elements is one of them: a product of -inf is not."""
+    """True if a reduction of equal elements is one of them: products of -inf and places are not."""
     import torch
 
     assert operator.reduces is not None
+    if operator.reduces.places:
+        return False
     both = [torch.tensor(value, dtype=torch.float64)] * 2
     return float(TABLE[operator.reduces.operator].reference(both, {})) == value
 

@@ -166,7 +166,7 @@ def _constant(graph: KernelGraph, wrt: Sequence[str]) -> tuple[int, ...]:
     nodes = graph.nodes
     found = {i for i in graph.inputs if nodes[i].name in wrt}
     for i, n in enumerate(nodes):
-        if found.intersection(n.inputs):
+        if found.intersection(n.inputs) and not n.dtype.integer:
             found.add(i)
     return tuple(n for n, i in enumerate(graph.outputs) if i not in found)
 

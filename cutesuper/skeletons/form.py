@@ -99,13 +99,13 @@ def check_index(region: Region) -> None:
 
 
 def check_taken(region: Region) -> None:
-    """Check that no input is rows that an index names, and that no elements of a row change places.
+    """Check that no input is rows that an index names, and that nothing turns or scans rows.
     Raises SearchError."""
     for op in region.ops:
         if op.facets.turns:
             raise SearchError(
-                f"{op.kind} moves elements along a row, which only kernels with rows resident in a "
-                "block do; let one take what is computed here"
+                f"{op.kind} works along a row, which only kernels with rows resident in a block "
+                "do; let one take what is computed here"
             )
     for taken in region.taken:
         raise SearchError(

@@ -177,6 +177,22 @@ class DegreeAlgebra:
         sizes = {d: n for d, n in x.sizes.items() if d not in over}
         return Degree(sizes, self.shift_degree, moves=(Move(1, frozenset(sizes)),))
 
+    def placed(self, x: Degree, dims: tuple[str, ...], places: Any) -> Degree:
+        """A function of x and of literal numbers."""
+        return self.opaque("place", self.add(self.opaque("number", x), self.literal(dims, places)))
+
+    def foremost(self, x: Degree, dims: Iterable[str], valid: Any = None) -> Degree:
+        """Sum."""
+        return self.sum(x, dims)
+
+    def place(self, x: Degree) -> Degree:
+        """x."""
+        return x
+
+    def sooner(self, x: Degree, y: Degree) -> Degree:
+        """Sum of two."""
+        return self.add(x, y)
+
     def matmul(self, x: Degree, y: Degree, over: Iterable[str]) -> Degree:
         """Matrix product: a sum of products."""
         return self.sum(self.mul(x, y), over)
@@ -203,6 +219,11 @@ class DegreeAlgebra:
     def turned(self, x: Degree, dim: str, places: Any, signs: Any) -> Degree:
         """x: elements change places and signs."""
         return x
+
+    def scanned(self, x: Degree, dim: str, length: int, reverse: bool) -> Degree:
+        """Everywhere the degree of the sum of all."""
+        total = self.sum(x, (dim,))
+        return replace(total, sizes=x.sizes, varies=x.varies, term_dims=x.term_dims)
 
     def gather(
         self, x: Degree, integers: Any, operator: Operator, shape: tuple[int, ...]

@@ -328,7 +328,9 @@ class Verifier:
         table = [TABLE[k] for k in kinds if k in TABLE]
         hidden = any(o.hides or (o.masks and o.fill == -inf) for o in table)
         drawn = {
-            "lengths, tables and labels": any(n.dtype.integer for n in self.graph.nodes),
+            "lengths, tables and labels": any(
+                self.graph.nodes[i].dtype.integer for i in self.graph.inputs
+            ),
             "conditions": hidden and any(o.chooses for o in table),
         }
         maxima, exps = any(o.selects for o in table), any(o.exponential for o in table)

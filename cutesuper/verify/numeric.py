@@ -236,7 +236,7 @@ def _compare_at(
         if odd:
             return _failed(f"output {name}, inputs of magnitude {magnitude:g}: {odd}")
         finite = want.isfinite()
-        want = torch.where(finite, want, 0.0)
+        want = torch.where(finite, want, 0.0).double()
         error, relative = _errors(found, want, finite)
         top = float(want.abs().max()) if want.numel() else 0.0
         rule = f"output {name}, inputs of magnitude {magnitude:g}, rtol {rtol:g}"

@@ -99,7 +99,10 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
     if operator.masks:
         return _mask(a, operator, args, shapes[0], node.attributes)
     if operator.turns:
-        return turned(a, operator, args[0], "0", extent(shapes[0][-1]))
+        length = extent(shapes[0][-1])
+        if length == 1:
+            return args[0]
+        return turned(a, operator, args[0], "0", length, node.attributes)
     if operator.gathers:
         return a.gather(args[0], args[1].data, operator, node.shape)
     if operator.puts:
@@ -125,6 +128,8 @@ def _reduce(a: Any, operator: Operator, x: Any, shape: tuple[Any, ...], dim: int
         return x
     assert operator.reduces is not None
     over = (str(len(shape) - 1 - dim),)
+    if operator.reduces.places:
+        x = a.placed(x, over, np.arange(shape[dim]))
     total = operator.reduces.reduced(a, x, over, {over[0]: shape[dim]})
     return a.div(total, a.constant(float(shape[dim]))) if operator.averages else total
 
@@ -141,8 +146,18 @@ def _mask(
     return a.mask(args[0], names_of(keep.shape), _squeezed(keep), operator)
 
 
-def turned(a: Any, operator: Operator, x: Any, dim: str, length: int, padded: int = 0) -> Any:
-    """An operator that changes places and signs, along a dimension with padding behind it."""
+def turned(
+    a: Any,
+    operator: Operator,
+    x: Any,
+    dim: str,
+    length: int,
+    attributes: Attributes,
+    padded: int = 0,
+) -> Any:
+    """An operator that works along a dimension as a whole, with padding behind it."""
+    if operator.scans:
+        return a.scanned(x, dim, length, attributes["reverse"])
     places, signs = operator.places(length)
     rest = np.arange(length, max(length, padded))
     places, signs = np.concatenate([places, rest]), np.concatenate([signs, np.ones(rest.shape)])

@@ -266,7 +266,7 @@ class BlockRun:
         if operator.turns:
             label = self.layout.labels[op.attributes["along"]]
             [dim], [padded] = label.parts, label.extents
-            return turned(self.a, operator, args[0], dim, label.extent, padded)
+            return turned(self.a, operator, args[0], dim, label.extent, op.attributes, padded)
         if operator.integers:
             [x] = args
             return self.a.literal(x.dims, operator.numbers(x.data, op.attributes))
@@ -327,6 +327,10 @@ class BlockRun:
                 args = [a.masked(x, valid) for x in args]
             return a.matmul(args[0], args[1], over)
         assert op.facets.reduces is not None
+        if op.facets.reduces.places:
+            mapped = self.layout.labels[label]
+            places = np.arange(prod(mapped.extents)).reshape(mapped.extents)
+            args = [a.placed(args[0], mapped.parts, _cut_window(mapped.parts, places, window))]
         total = op.facets.reduces.reduced(a, args[0], over, self.layout.extents, valid)
         if op.facets.averages:
             return a.div(total, a.constant(float(extent(self.program.dims[label]))))
@@ -338,6 +342,8 @@ class BlockRun:
         name = _tensor(op)
         if i not in self.q_wanted:
             value = self.a.without_q(value)
+        if self.program.ops[op.inputs[0]].places:
+            value = self.a.place(value)
         out[name] = self.a.store(value, self.layout.mapped(op), window, out.get(name))
 
     def _check_store(self, i: int) -> None:

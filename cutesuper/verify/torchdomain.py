@@ -17,6 +17,9 @@ from cutesuper.ir.evaluate import hidden_difference
 from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, lookup
 from cutesuper.verify.tiles import Mapped, Window
 
+#: the last bits of a float64 that hold a place: rows have at most 2^20 elements
+_PLACES = (1 << 20) - 1
+
 
 @dataclass(frozen=True, eq=False)
 class TorchValue:
@@ -92,6 +95,31 @@ class TorchDomain:
         axes = [x.dims.index(d) for d in over]
         return TorchValue(kept, x.data.amax(axes) if axes else x.data)
 
+    def placed(self, x: TorchValue, dims: tuple[str, ...], places: NDArray[np.int64]) -> TorchValue:
+        """Numbers in float64 whose last bits are their places: of equal ones the first is the
+        largest. `place` reads them."""
+        at = TorchValue(dims, torch.from_numpy(places).to(x.data.device))
+        every = (*x.dims, *(d for d in dims if d not in x.dims))
+        most = torch.finfo(torch.float64).max
+        number = (align(x, every).double() + 0.0).clamp(-most, most)
+        last = torch.where(number < 0, align(at, every), _PLACES - align(at, every))
+        bits = (number.view(torch.int64) & ~_PLACES) | last
+        return TorchValue(every, bits.view(torch.float64))
+
+    def foremost(self, x: TorchValue, dims: Iterable[str], valid: Any = None) -> TorchValue:
+        """The largest element, with its place."""
+        return self.max(x, dims, valid)
+
+    def place(self, x: TorchValue) -> TorchValue:
+        """The places in the last bits of numbers."""
+        last = x.data.view(torch.int64) & _PLACES
+        found = torch.where(x.data < 0, last, _PLACES - last)
+        return TorchValue(x.dims, found.to(self.dtype))
+
+    def sooner(self, x: TorchValue, y: TorchValue) -> TorchValue:
+        """`foremost` of two."""
+        return self.larger(x, y)
+
     def matmul(self, x: TorchValue, y: TorchValue, over: Iterable[str]) -> TorchValue:
         """Contraction by name."""
         names = dict.fromkeys((*x.dims, *y.dims))
@@ -125,6 +153,14 @@ class TorchDomain:
         index = torch.from_numpy(places).to(x.data.device)
         moved = TorchValue(x.dims, x.data.index_select(x.dims.index(dim), index))
         return self.mul(moved, TorchValue((dim,), torch.from_numpy(signs).to(x.data)))
+
+    def scanned(self, x: TorchValue, dim: str, length: int, reverse: bool) -> TorchValue:
+        """Sums up to each of the first elements along a dimension, or from each on."""
+        axis, found = x.dims.index(dim), torch.zeros_like(x.data)
+        given = x.data.narrow(axis, 0, length)
+        given = given.flip(axis).cumsum(axis).flip(axis) if reverse else given.cumsum(axis)
+        found.narrow(axis, 0, length).copy_(given)
+        return TorchValue(x.dims, found)
 
     def gather(
         self, x: TorchValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]

@@ -72,6 +72,10 @@ class Numbers:
         """Maximum, with the dimension."""
         return x.amax(dim, keepdim=True)
 
+    def place(self, x: Tensor, dim: int) -> Tensor:
+        """Place of the maximum, with the dimension."""
+        return x.argmax(dim, keepdim=True).double()
+
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         """Product of matrices."""
         found = x @ y
@@ -117,6 +121,14 @@ class Ball:
     e: Tensor
 
 
+@dataclass(frozen=True)
+class Places(Ball):
+    """Places along a dimension, and all those that may be right: ``allowed`` of the elements."""
+
+    allowed: Tensor
+    dim: int
+
+
 class Balls:
     """Numbers with bounds, to first order where that is all there is.
 
@@ -160,6 +172,18 @@ class Balls:
         v = x.v.amax(dim, keepdim=True)
         low, high = ((x.v + s * x.e).amax(dim, keepdim=True) for s in (-1.0, 1.0))
         return self._ball(v, torch.maximum(_distance(low, v), _distance(high, v)))
+
+    def place(self, x: Ball, dim: int) -> Places:
+        """Place of the maximum: the first of exact elements, else any that may be the largest."""
+        number = torch.where(x.v.isnan(), torch.inf, x.v.clamp(-1e308, 1e308))
+        low, high = ((number + s * x.e).nan_to_num(s * torch.inf, torch.inf, -torch.inf)
+                     for s in (-1.0, 1.0))  # fmt: skip
+        allowed = high >= low.amax(dim, keepdim=True)
+        v = x.v.argmax(dim, keepdim=True)
+        first = torch.zeros_like(allowed).scatter(dim, v, True)
+        exact = (x.e == 0).all(dim, keepdim=True)
+        return Places(v.double(), torch.zeros_like(v).double(),
+                      torch.where(exact, first, allowed), dim)  # fmt: skip
 
     def matmul(self, x: Ball, y: Ball) -> Ball:
         """Product of matrices."""

@@ -29,7 +29,7 @@ from tests.ptx.device import Emulated
 #: what outputs hold before a launch
 POISON = (float("nan"), 3e4)
 #: bit patterns are compared as these
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_kernel(
@@ -88,7 +88,15 @@ def launched(
 ) -> list[Tensor]:
     """The outputs of one launch into poisoned memory, judged."""
     stage("launch")
-    outputs = [torch.full(w.ball.v.shape, poison, dtype=w.dtype, device="cuda") for w in wanted]
+    outputs = [
+        torch.full(
+            w.ball.v.shape,
+            poison if w.dtype.is_floating_point else -77,
+            dtype=w.dtype,
+            device="cuda",
+        )
+        for w in wanted
+    ]
     try:
         kernel(inputs, out=outputs)
     except NEEDING as error:

@@ -50,7 +50,7 @@ DOMAINS: dict[str, tuple[tuple[str, float | None], ...]] = {
 #: operators that programs are made of more often than a draw from the table gives them
 USUAL = ("add", "mul", "sub", "div", "maximum", "matmul", "matmul", "matmul", "sum", "mean", "max",
          "softmax", "rms_norm", "layer_norm", "silu", "gelu", "exp", "square", "transpose",
-         "scaled_dot_product_attention", "concat", "hide", "keep", "lift")  # fmt: skip
+         "scaled_dot_product_attention", "concat", "hide", "keep", "lift", "argmax")  # fmt: skip
 
 
 def draw_case(seed: int, index: int) -> Case:
@@ -207,8 +207,10 @@ class Draw:
         ends += [i for i in range(n, n + len(steps)) if i in used and rng.random() < 0.05]
         put = [n + i for i, s in enumerate(steps) if s.operator == "put_rows"]
         ends += [i for i in put if i in used and i not in ends]
+        places = [n + i for i, s in enumerate(steps) if s.operator == "argmax"]
         outputs = tuple(
-            (i, rng.choice(FLOATS) if rng.random() < 0.15 and i not in put else None) for i in ends
+            (i, rng.choice(FLOATS) if rng.random() < 0.15 and i not in (*put, *places) else None)
+            for i in ends
         )
         wrt = None
         if rng.random() < 0.15:

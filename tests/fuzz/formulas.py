@@ -153,6 +153,11 @@ def _max(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) 
     return m.max(args[0], a["dim"])
 
 
+@formula("argmax")
+def _argmax(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.place(args[0], a["dim"])
+
+
 @formula("matmul")
 def _matmul(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     return m.matmul(*args)

@@ -36,7 +36,16 @@ import torch
 from torch import Tensor
 
 from cutesuper.ir.graph import KernelGraph, Node
-from tests.fuzz.arithmetic import Arithmetic, Ball, Balls, Numbers, reach, smallest, unit
+from tests.fuzz.arithmetic import (
+    Arithmetic,
+    Ball,
+    Balls,
+    Numbers,
+    Places,
+    reach,
+    smallest,
+    unit,
+)
 from tests.fuzz.formulas import FORMULAS, JUMPS, OF_EMPTY, WITH_HIDDEN_ROWS, softmax_by_data
 
 #: times the bound of an element
@@ -72,7 +81,7 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
             if hidden and node.operator == "softmax" and node.inputs[0] not in gone:
                 formula = softmax_by_data
             y = formula(m, args, attributes, dtype)
-            values.append(m.store(y, dtype))
+            values.append(y if node.dtype.integer else m.store(y, dtype))
     return [values[i] for i in graph.outputs]
 
 
@@ -175,12 +184,26 @@ def judge(y: Tensor, want: Expected) -> Verdict:
         return Verdict("wrong", f"shape {list(y.shape)}, expected {list(v.shape)}")
     if y.dtype != want.dtype:
         return Verdict("wrong", f"element type {y.dtype}, expected {want.dtype}")
+    if isinstance(want.ball, Places):
+        return _placed(y.detach().cpu(), want.ball)
     y = y.detach().cpu().double()
     known = e.isfinite() & ~(v.isnan() & want.masks)
     if not known.any():
         return Verdict("unjudged", "no element has a bound")
     rules = (_odd, _at_worst, _usually)
     return next((found for rule in rules if (found := rule(y, want, known))), RIGHT)
+
+
+def _placed(y: Tensor, want: Places) -> Verdict:
+    inside = (y >= 0) & (y < want.allowed.shape[want.dim])
+    right = inside & want.allowed.gather(want.dim, torch.where(inside, y, 0))
+    if right.all():
+        return RIGHT
+    at = tuple(int(i) for i in (~right).nonzero()[0])
+    return Verdict(
+        "wrong", f"{int((~right).sum())} of {y.numel()} places; first at {list(at)}: {int(y[at])} "
+        f"for {int(want.v[at])}"
+    )  # fmt: skip
 
 
 def _odd(y: Tensor, want: Expected, known: Tensor) -> Verdict | None:

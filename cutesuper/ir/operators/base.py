@@ -86,8 +86,11 @@ class Operator:
     reciprocal: ClassVar[str | None] = None
     #: changes the order of dimensions and nothing else
     permutes: ClassVar[bool] = False
-    #: changes the places of elements along one dimension, and signs; see `Operator.places`
+    #: makes the elements of the last dimension of others of their row: it changes their places, and
+    #: signs (see `Operator.places`), or it `scans`
     turns: ClassVar[bool] = False
+    #: turns elements into the sum of all up to each, or from each on (``reverse``)
+    scans: ClassVar[bool] = False
     #: changes the element type and nothing else
     converts: ClassVar[bool] = False
     #: keeps each element or puts `fill` in its place, by its position along the last two

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import OperatorError, ShapeError
-from cutesuper.ir.operators.base import TABLE, Operator
+from cutesuper.ir.operators.base import TABLE, Operator, normal_dim
 from cutesuper.ir.precision import EXACT
 
 if TYPE_CHECKING:
@@ -110,6 +110,15 @@ class NamedOperators:
     def reduction(self, a: Tensor, dim: int) -> Tensor:
         """Mirage's name for `sum`."""
         return self.sum(a, dim)
+
+    def cumsum(self, a: Tensor, dim: int = -1, reverse: bool = False) -> Tensor:
+        """Sums along ``dim`` of the elements up to each, or from each on (``reverse``)."""
+        dim = normal_dim("cumsum", a.shape, dim) if a.shape else -1
+        if dim in (-1, len(a.shape) - 1):
+            return self.apply("cumsum", a, reverse=reverse)
+        order = [d for d in range(len(a.shape)) if d != dim] + [dim]
+        y = self.apply("cumsum", self.transpose(a, order), reverse=reverse)
+        return self.transpose(y, sorted(range(len(order)), key=order.__getitem__))
 
     def softmax(self, a: Tensor, dim: int = -1) -> Tensor:
         """``exp(a - max a) / sum exp(a - max a)`` along ``dim``."""

@@ -105,6 +105,42 @@ class RotateHalf(Operator):
 
 
 @operator
+class Cumsum(Operator):
+    """Sums along the last dimension: of the elements up to each, or from each on (``reverse``)."""
+
+    name = "cumsum"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"reverse": False}
+    turns = True
+    scans = True
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        if not isinstance(full["reverse"], bool):
+            raise OperatorError(f"cumsum(reverse={full['reverse']!r}): must be True or False")
+        return full
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        if not shapes[0]:
+            raise ShapeError(f"{show_call(self.name, shapes)}: the operand has no dimension")
+        return shapes[0]
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        [x] = args
+        return x.flip(-1).cumsum(-1).flip(-1) if attributes["reverse"] else x.cumsum(-1)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """The sums of dy in the other direction: an element is in all sums behind it."""
+        return [g.apply(self.name, g.full(dy, y), reverse=not attributes["reverse"])]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """A function of the row to the search; the verifier sums."""
+        return opaque(self.name, a, args, attributes)
+
+
+@operator
 class Concat(Operator):
     """Tensors one after the other along ``dim``."""
 

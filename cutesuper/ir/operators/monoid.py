@@ -37,6 +37,8 @@ class Monoid:
         packed: the PTX instruction that combines two registers of two 16-bit elements, without any
             rounding; None if there is none.
         meaning: the reduction over an algebra that has a method for it; None combines two by two.
+        places: elements are pairs, a number and its place along the dimension. The larger number
+            wins, NaN over all others, and of equal ones the first. The result is the place.
     """
 
     name: str
@@ -48,10 +50,31 @@ class Monoid:
     selects: bool = False
     packed: str | None = None
     meaning: Meaning | None = None
+    places: bool = False
+
+    @property
+    def words(self) -> int:
+        """Numbers of an element."""
+        return 2 if self.places else 1
 
     def combine(self, m: Any, x: Any, y: Any) -> Any:
         """Two elements combined, over a namespace ``m`` of scalar functions."""
-        return TABLE[self.operator].scalar(m, [x, y], {})
+        if not self.places:
+            return TABLE[self.operator].scalar(m, [x, y], {})
+        (v, _), (w, _) = x, y
+        equal = (v == w) | ((v != v) & (w != w))
+        return self._chosen(m, x, y, equal & (y[1] < x[1]))
+
+    def append(self, m: Any, x: Any, y: Any) -> Any:
+        """`combine`, where y is known to lie behind x: half the comparisons."""
+        return self._chosen(m, x, y) if self.places else self.combine(m, x, y)
+
+    def _chosen(self, m: Any, x: Any, y: Any, sooner: Any = None) -> Any:
+        """The pair y where its number is larger, or it is the ``sooner`` one of equal numbers."""
+        (v, _), (w, _) = x, y
+        taken = (w > v) | ((w != w) & (v == v))
+        taken = taken if sooner is None else taken | sooner
+        return tuple(m.where(taken, b, a) for a, b in zip(x, y, strict=True))
 
     def together(self, a: Any, x: Any, y: Any) -> Any:
         """Two values of the same dimensions combined, over an algebra."""
@@ -106,6 +129,10 @@ def _max(a: Any, x: Any, over: Iterable[str], extents: Mapping[str, int], valid:
     return a.max(x, over, valid)
 
 
+def _place(a: Any, x: Any, over: Iterable[str], extents: Mapping[str, int], valid: Any) -> Any:
+    return a.foremost(x, over, valid)
+
+
 SUM = Monoid("sum", "sum", "add", "add", 0.0, linear=True, meaning=_sum)
 MAX = Monoid(
     "max",
@@ -116,6 +143,16 @@ MAX = Monoid(
     selects=True,
     packed="max.NaN",
     meaning=_max,
+)
+#: its elements are what the method ``placed`` of an algebra makes of numbers and their places
+PLACE = Monoid(
+    "argmax",
+    "place of a maximum",
+    "maximum",
+    "sooner",
+    float("-inf"),
+    meaning=_place,
+    places=True,
 )
 
 

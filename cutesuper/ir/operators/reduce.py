@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.ir.dims import Shape, broadcast, size
+from cutesuper.ir.dtypes import DType, int64
 from cutesuper.ir.operators.base import Attributes, Operator, normal_dim, operator, show_call
-from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
+from cutesuper.ir.operators.monoid import MAX, PLACE, SUM, Monoid
 from cutesuper.ir.precision import EXACT, PRECISIONS, rounded
 
 if TYPE_CHECKING:
@@ -107,6 +108,33 @@ class Prod(Reduction):
         filled = g.add(x, zero)
         product = g.div(g.prod(filled, dim), filled)
         return (g.mul(dy, g.keep(g.at_least(0.5, others), product)),)
+
+
+@operator
+class ArgMax(Reduction):
+    """Place of the largest element along a dimension, int64: of equal ones the first, as PyTorch
+    has it, and of NaN the first where there is any."""
+
+    name = method = "argmax"
+    reduces = PLACE
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        result = super().shape(shapes, attributes)
+        if shapes[0][attributes["dim"]] == 1:
+            raise ShapeError(
+                f"{show_call(self.name, shapes)}: along dim={attributes['dim']} there is one "
+                "element, whose place is 0"
+            )
+        return result
+
+    def dtype(self, attributes: Attributes) -> DType:
+        return int64
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        """None: places are integers."""
+        return (None,)
 
 
 @operator

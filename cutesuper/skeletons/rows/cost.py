@@ -114,7 +114,9 @@ def _rows(plan: RowPlan | RowLoopPlan) -> int:
 
 def _reductions(plan: RowPlan | RowLoopPlan) -> int:
     """Number of reductions along the row."""
-    return sum(op.attributes.get("over") == plan.column for op in plan.program.ops)
+    return sum(
+        op.attributes.get("over") == plan.column or op.facets.scans for op in plan.program.ops
+    )
 
 
 def _arithmetic(plan: RowPlan | RowLoopPlan, target: Target, again: bool = False) -> float:

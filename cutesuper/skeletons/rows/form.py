@@ -189,6 +189,12 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     if not {*counted, *moved} <= {row}:
         places = shown(sorted({*counted, *moved}))
         raise SearchError(f"positions along {places}, and rows run along {row}")
+    if moved and _exceeds_a_block(program, row):
+        kinds = shown(sorted({op.kind for op in program.ops if op.facets.turns}))
+        raise SearchError(
+            f"{kinds} along rows of {program.dims[row]} elements; a block holds one row of all "
+            f"tensors, {MAX_ROW} elements at most"
+        )
     clustered = bool(reduced) and _exceeds_a_block(program, row)
     if clustered or counted:
         check_index(region)

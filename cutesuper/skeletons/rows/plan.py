@@ -17,7 +17,7 @@ order of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -84,12 +84,23 @@ class RowPlan(Plan[RowSchedule]):
     @property
     def turns(self) -> bool:
         """True if elements change places along a row."""
-        return any(op.facets.turns for op in self.program.ops)
+        return any(op.facets.turns and not op.facets.scans for op in self.program.ops)
+
+    @property
+    def scans(self) -> tuple[int, ...]:
+        """Operations that sum a row up to each element."""
+        return tuple(i for i, op in enumerate(self.program.ops) if op.facets.scans)
+
+    @property
+    def scan_words(self) -> int:
+        """Numbers of a sum up to an element, between threads: with what rounding left, if results
+        are fp32."""
+        return 1 + any(a.written and a.dtype == "float32" for a in self.arguments)
 
     @property
     def whole(self) -> bool:
         """True if the threads of a row must have all of it."""
-        return bool(self.reductions) or self.turns
+        return bool(self.reductions or self.scans) or self.turns
 
     @property
     def threads(self) -> int:
@@ -180,11 +191,19 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: one slot for every warp and reduction."""
+        """Shared memory of a block: slots for the numbers that warps exchange."""
+        words = words_of(self.program, self.reductions)
         if self.schedule.interleaved:
-            return 4 * len(self.reductions) * self.threads
-        slots = len(self.reductions) * self.schedule.rows * self.warps_per_row
+            return 4 * words * self.threads
+        words += len(self.scans) * self.schedule.chunks * self.scan_words
+        slots = words * self.schedule.rows * self.warps_per_row
         return 4 * slots if self.warps_per_row > 1 else 0
+
+
+def words_of(program: BlockProgram, reductions: Iterable[int]) -> int:
+    """Numbers that a thread hands over for some reductions of a row."""
+    found = (program.ops[i].facets.reduces for i in reductions)
+    return sum(how.words for how in found if how is not None)
 
 
 @dataclass(frozen=True)
@@ -623,6 +642,11 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
         return BULK * ceil_div((self.covered - self.width) * max(sizes, default=0), BULK)
 
     @property
+    def words(self) -> int:
+        """Numbers that a thread hands over for a row, at all levels."""
+        return sum(words_of(self.program, level.reductions) for level in self.levels)
+
+    @property
     def slots(self) -> int:
         """Number of fp32 slots for a tile's reductions, twice: tiles take turns."""
         return 2 * (self.sent_slots + self.block_slots)
@@ -631,7 +655,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
     def sent_slots(self) -> int:
         """Slots of a tile that all senders write; rounded to 16-byte accesses if others follow: 2
         senders with 32 warps each left 8 bytes for one reduction."""
-        count = sum(len(level.reductions) for level in self.levels) * self.tile_rows * self.senders
+        count = self.words * self.tile_rows * self.senders
         return 4 * ceil_div(count, 4) if self.block_slots else count
 
     @property
@@ -639,8 +663,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
         """Slots of a tile that only the warps of the block write."""
         if not self.meets_in_block:
             return 0
-        count = sum(len(level.reductions) for level in self.levels)
-        return 4 * ceil_div(count * self.tile_rows * self.warps_per_row, 4)
+        return 4 * ceil_div(self.words * self.tile_rows * self.warps_per_row, 4)
 
     @property
     def finish_bytes(self) -> int:

@@ -74,7 +74,9 @@ def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
     all extents of a structure. Raises LoweringError."""
     refuse_index(step)
     if any(op.facets.turns for op in step.program.ops):
-        raise LoweringError(f"kernel {step.name}: a row loop moves no elements along a row")
+        raise LoweringError(
+            f"kernel {step.name}: a row loop moves no elements along a row, and sums up none"
+        )
     program, where = step.program, f"kernel {step.name}"
     arguments = arguments_of(step, setting.tensors)
     column = loop_column(program, *_views(program, arguments), where)
@@ -237,7 +239,7 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
         program, arguments, column, rows, loads, stores, reductions, (),
         RowSchedule(1, 1, 1, 1),
     )  # fmt: skip
-    if reductions and schedule is None and plan.length > MAX_ROW:
+    if (reductions or plan.scans) and schedule is None and plan.length > MAX_ROW:
         raise LoweringError(
             f"{where}: rows of {plan.length} elements are longer than the {MAX_ROW} that one block "
             "holds in registers"
@@ -246,7 +248,7 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
         default_rows(plan, setting.target), dependent_launch=setting.dependent_launch
     )
     plan = replace(plan, schedule=chosen)
-    if (schedule is not None or plan.turns) and (why := _row_fault(plan)):
+    if (schedule is not None or plan.turns or plan.scans) and (why := _row_fault(plan)):
         raise (LoweringError if schedule is None else ScheduleError)(f"{where}: {why}")
     program = _strips(plan)
     return replace(plan, program=program, order=_order(program, reductions, chosen))
@@ -264,6 +266,8 @@ def _row_fault(plan: RowPlan) -> str | None:
         )
     if plan.whole and plan.width < plan.length:
         return f"{s.lanes} lanes of {held} elements do not cover rows of {plan.length}"
+    if plan.scans and s.interleaved:
+        return "interleaved=True, and the lanes of a row that is summed up are neighbours"
     aligned = plan.length % (2 * s.vector) == 0 and not s.interleaved
     moved = s.chunks % 2 == 0 and plan.width == plan.length
     if plan.turns and not (aligned and (moved or (s.chunks == 1 and s.lanes <= WARP))):

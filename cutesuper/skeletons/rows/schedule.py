@@ -185,9 +185,9 @@ class RowLoopSchedule(Schedule):
 
 def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     """The schedule of a row kernel whose own is not known yet."""
-    reduces = bool(plan.reductions)
+    reduces = bool(plan.reductions or plan.scans)
     contiguous = [v for v in plan.views if v.stride(plan.column) == 1]
-    if reduces and not contiguous and plan.length <= MAX_STRIDED:
+    if reduces and not contiguous and plan.length <= MAX_STRIDED and not plan.scans:
         lanes = min(WARP, power_of_two(ceil_div(plan.length, 32)))
         chunks = ceil_div(plan.length, lanes)
         rows = SETTINGS.choose(target, "strided", held=chunks)["rows"]
@@ -221,7 +221,7 @@ def _turning(plan: RowPlan, target: Target, vector: int) -> RowSchedule:
 def _setting(plan: RowPlan, target: Target, decision: str, **more: float) -> Mapping[str, Any]:
     """The measured knobs of a decision about a row kernel."""
     features = {
-        "reduced": bool(plan.reductions),
+        "reduced": bool(plan.reductions or plan.scans),
         "length": plan.length,
         "rows_per_sm": plan.row_count / target.sms,
         **more,
@@ -236,7 +236,7 @@ def _accesses(plan: RowPlan, target: Target, vector: int) -> tuple[int, int]:
     loaded = plan.loaded_bytes(LARGE_HELD)
     found = _setting(plan, target, "accesses", vectors=vectors, loaded_bytes=loaded)
     accesses = found["elements"] // vector or found["accesses"]
-    if not plan.reductions:  # the compiler computes one element after the other
+    if not (plan.reductions or plan.scans):  # the compiler computes one element after the other
         return vector, accesses
 
     def halved(most: int) -> bool:

@@ -296,7 +296,7 @@ def _moves(node: fx.Node) -> bool:
 
 
 def _counts(node: fx.Node) -> bool:
-    """True for a node whose result is integers, which no kernel computes."""
+    """True for a node whose result is integers, with which no kernel computes."""
     return getattr(node.meta.get("val"), "dtype", None) in INTEGERS
 
 

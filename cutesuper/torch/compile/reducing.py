@@ -221,16 +221,48 @@ class Reduction(Entry):
         return along(b, node, t, slots, dims, self.formula)
 
 
+@dataclass(frozen=True)
+class _Place(Reduction):
+    """Places of the largest or smallest elements, along one dimension or in the whole tensor."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        value = super().shape(s, node, a)
+        _check_places(s, node)
+        return value
+
+
+def _check_places(s: Shapes, node: fx.Node) -> None:
+    """Check that places are those in rows that a kernel holds. Raises Unsupported."""
+    if len(s.runs[node]) > 1:
+        raise Unsupported(
+            node,
+            "gives places in rows that are reduced in parts: several dimensions of few rows, or "
+            f"more than {MAX_CLUSTER_ROW} elements ({MAX_ROW} of the only row)",
+        )
+
+
+@dataclass(frozen=True)
 class _Extreme(Reduction):
-    """The largest or smallest elements; their indices are not computed."""
+    """The largest or smallest elements, and their places where these are used.
+
+    Attributes:
+        place: along one dimension.
+    """
+
+    place: Along
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        if reads_places(node):
-            raise Unsupported(node, "gives places of elements, which kernels do not compute")
-        return super().shape(s, node, a), None
+        value = super().shape(s, node, a)
+        if not reads_places(node):
+            return value, None
+        _check_places(s, node)
+        return value, value
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
-        return super().build(b, node, a), None
+        places = replace(self, formula=self.place)
+        return super().build(b, node, a), Reduction.build(places, b, node, a) if reads_places(
+            node
+        ) else None
 
 
 class _Truth(Reduction):
@@ -358,6 +390,30 @@ class _AlongOne(Entry):
 
     def _dim(self, node: fx.Node, a: Arguments, rank: int) -> int:
         return integers(node, a["dim"])[0] % rank
+
+
+@enter("aten.cumsum.default")
+class CumulativeSum(Entry):
+    """Sums along a dimension up to each element, in rows that a block holds."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        dtype = fake(a["self"]).dtype
+        if dtype not in FLOATS or fake(node).dtype not in FLOATS:
+            raise Unsupported(node, f"computes {fake(node).dtype} from {dtype}")
+        x = s.of(a["self"])
+        if not x.dims:
+            raise Unsupported(node, "works along a tensor of no dimensions")
+        s.reduced(node, [x.dims[integers(node, a["dim"])[0] % len(x.dims)]])
+        return Value(x.dims, x.absent)
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        t, slots = whole_tensor(b, node, a["self"])
+        group = b.one(node, b.shapes.runs[node][0])
+        if group is None:
+            return Built(b.g.mul(t, 1.0), slots)
+        if group not in slots:
+            raise Unsupported(node, "works along a dimension of repeated elements")
+        return Built(b.g.cumsum(t, slots.index(group)), slots)
 
 
 # ------------------------------------------------------------------------------------------- norms
@@ -562,6 +618,14 @@ def _everywhere(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
     return g.sub(1.0, g.max(g.sub(1.0, t), dim))
 
 
+def _place_of_most(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.argmax(t, dim)
+
+
+def _place_of_least(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.argmax(g.mul(t, -1.0), dim)
+
+
 def of_reduction(name: str) -> Reduction:
     """The entry of a reduction of the table of operators."""
     return Reduction(lambda g, t, dim: g.apply(name, t, dim=dim))
@@ -578,8 +642,10 @@ enter_all({
         ("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int"),
         _AlongOne(
             lambda g, t, d: g.log_softmax(t, d), lambda g, t, s: g.sub(t, g.log(s)), of_one=0.0)),
-    "aten.max.dim": _Extreme(_maximum),
-    "aten.min.dim": _Extreme(_minimum),
+    "aten.max.dim": _Extreme(_maximum, _place_of_most),
+    "aten.min.dim": _Extreme(_minimum, _place_of_least),
+    "aten.argmax.default": _Place(_place_of_most),
+    "aten.argmin.default": _Place(_place_of_least),
     "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),
     "aten.linalg_vector_norm.default": _Norm2(_sum),
     "aten.norm.ScalarOpt_dim": _Norm2(_sum),

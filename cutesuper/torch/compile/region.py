@@ -25,6 +25,7 @@ from cutesuper.pipeline import check_definition
 from cutesuper.torch.compile.factored_dims import Extent, Mismatch, equal, extent_of, leaves
 from cutesuper.torch.compile.graph_builder import (
     FLOATS,
+    INTEGERS,
     Builder,
     Built,
     Given,
@@ -320,7 +321,7 @@ def _uses(node: fx.Node, last: fx.Node, inside: _Inside) -> Iterator[tuple[fx.No
     for user in node.users:
         if user in inside or (is_negated(user) and all(u in inside for u in user.users)):
             continue
-        if is_free(user) and user.op == "call_function":
+        if is_free(user) and user.op == "call_function" and _dtype(node) not in INTEGERS:
             yield from _uses(user, user if _narrows(user, last) else last, inside)
         else:
             yield last, user
@@ -350,7 +351,7 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
         )
     if not isinstance(built, Built) or not isinstance(built.tensor, Tensor):
         raise Unsupported(node, "leaves the region, and no kernel computes it as a tensor")
-    if t.dtype not in FLOATS:
+    if t.dtype not in FLOATS and not built.tensor.dtype.integer:
         raise Unsupported(node, f"is {t.dtype}")
     order = memory_order(t)
     if order is None:

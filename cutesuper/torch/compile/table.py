@@ -158,16 +158,10 @@ _MOVES = frozenset(
 )
 
 
-#: operators that can be lowered if their index output is unused
-_EXTREMES = ("aten.max.dim", "aten.min.dim")
-
-
 def moves(node: fx.Node) -> bool:
     """True for a node that only moves elements."""
     if node.op != "call_function":
         return False
-    if str(node.target) in _EXTREMES:
-        return reads_places(node)
     return str(node.target) in _MOVES and not arguments_of(node).get("accumulate")
 
 

@@ -19,9 +19,11 @@ import cutlass.cute as cute
 
 from cutesuper.device.barriers import Barrier, publish
 from cutesuper.device.cluster import float_bits, push
-from cutesuper.device.fragments import combine, fragment, tree
+from cutesuper.device.fragments import combine, element_of, fragment, shuffled, tree, words
 from cutesuper.device.memory import neighbours, put
+from cutesuper.ir.operators.monoid import monoid
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place
+from cutesuper.skeletons.rows.plan import words_of
 
 
 class Exchange:
@@ -32,7 +34,7 @@ class Exchange:
         plan = self.plan = known.plan
         self.warps = plan.warps_per_row
         self.senders = plan.senders
-        counts = [len(level.reductions) for level in plan.levels]
+        counts = [words_of(plan.program, level.reductions) for level in plan.levels]
         #: number of slots before those of each level, in values of rows
         self.before = [sum(counts[:n]) for n in range(len(counts))]
         #: slots of a set; the slots of this block's warps, if combined first, follow those of the
@@ -59,7 +61,7 @@ class Exchange:
         if cutlass.const_expr(self.plan.cluster > 1):
             if place.thread == 0:
                 for n in cutlass.range_constexpr(len(self.plan.levels)):
-                    count = len(self.plan.levels[n].reductions)
+                    count = words_of(self.plan.program, self.plan.levels[n].reductions)
                     if cutlass.const_expr(count > 0):
                         size = 4 * count * self.plan.tile_rows * self.senders
                         self.barrier(n, it, memory).expect(size)
@@ -108,8 +110,10 @@ class Exchange:
         """Send the combined values of this block's warps to all blocks; called by one warp."""
         if mine:
             kind = self.k.kind(i)
-            x = self.add(kind, self.block_slot(n, i, r, it, memory, place), self.warps)
-            self.send(self.slot(n, i, r, it, memory, place) + place.rank, x, n, it, memory, place)
+            slots = self.block_slot(n, i, r, it, memory, place)
+            x = self.add(kind, slots, self.warps)
+            to = self.slot(n, i, r, it, memory, place) + place.rank
+            self.send(to, x, n, it, memory, place)
 
     def gather(
         self,
@@ -133,7 +137,7 @@ class Exchange:
         """Combine over the lanes of a warp that share a row."""
         distance = min(self.k.lanes, 32) // 2
         while distance:
-            x = combine(kind, x, cute.arch.shuffle_sync_bfly(x, distance))
+            x = combine(kind, x, shuffled(x, distance))
             distance //= 2
         return x
 
@@ -151,14 +155,18 @@ class Exchange:
 
     def value_of(self, n: int, i: int, r: int, place: Place) -> Any:
         """Index of a reduction and row."""
-        index = self.before[n] + self.plan.levels[n].reductions.index(i)
+        reductions = self.plan.levels[n].reductions
+        before = words_of(self.plan.program, reductions[: reductions.index(i)])
+        index = self.before[n] + before
         return index * self.plan.tile_rows + place.group * self.plan.schedule.depth + r
 
     @cute.jit
     def put(self, slot, value, place):
-        """Write a warp's value."""
+        """Write a warp's value: the second number of a pair behind the first of all rows."""
+        given, apart = words(value), self.plan.tile_rows * self.warps
         if place.lane % 32 == 0:
-            put(slot, value)
+            for k in cutlass.range_constexpr(len(given)):
+                put(slot + k * apart, given[k])
 
     @cute.jit
     def send(self, slot, value, n: cutlass.Constexpr, it, memory, place):
@@ -169,14 +177,23 @@ class Exchange:
             # a warp has several rows; the first lanes of each send its value
             peer = place.lane
             sends = peer < self.plan.cluster
+        given, apart = words(value), self.plan.tile_rows * self.senders
         if sends:
-            push(slot, (float_bits(value),), self.barrier(n, it, memory), peer)
+            for k in cutlass.range_constexpr(len(given)):
+                data = (float_bits(given[k]),)
+                push(slot + k * apart, data, self.barrier(n, it, memory), peer)
 
     def add(self, kind: str, slot: cute.Pointer, count: int) -> Any:
-        """Combine ``count`` values (fp32) in their order."""
+        """Combine ``count`` values (fp32, or pairs) in their order."""
+        apart = self.plan.tile_rows * count
+        found = [self.read(slot + k * apart, count) for k in range(monoid(kind).words)]
+        return tree(kind, [element_of(x) for x in zip(*found, strict=True)])
+
+    def read(self, slot: cute.Pointer, count: int) -> list[Any]:
+        """The values of ``count`` neighbouring slots."""
         wide = next(n for n in (4, 2, 1) if count % n == 0)
         registers = fragment(count)
         for s in range(0, count, wide):
             source = neighbours((slot + s).align(4 * wide), wide)
             cute.autovec_copy(source, neighbours(registers.iterator + s, wide))
-        return tree(kind, [registers[s] for s in range(count)])
+        return [registers[s] for s in range(count)]

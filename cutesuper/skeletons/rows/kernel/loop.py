@@ -17,7 +17,7 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Barriers
 from cutesuper.device.cluster import announce, wait_for_cluster
-from cutesuper.device.fragments import NEUTRAL, combine, filled, packed, reduced
+from cutesuper.device.fragments import NEUTRAL, combine, filled, packed, reduced, result
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.pipeline import Ring
 from cutesuper.ir.block import LOAD
@@ -236,7 +236,8 @@ class RowLoopKernel:
             if n == plan.last_sum and scratch is not None:
                 self.finish.leave_all(sums, memory, scratch, place)
             for (i, r), x in self.exchange.gather(n, it, reduced, memory, place).items():
-                known[r][plan.complete[i]] = x * plan.program.factor(plan.program.ops[i])
+                factor = plan.program.factor(plan.program.ops[i])
+                known[r][plan.complete[i]] = result(self.k.kind(i), x) * factor
         if not plan.schedule.kept and scratch is None:
             self.tiles.everybody_has_read()
             self.tiles.refill(it, count, memory, tensors, place)
@@ -249,7 +250,9 @@ class RowLoopKernel:
             registers = values.registers(source)
             if packed(registers):
                 return reduced(kind, registers, self.k.inside(p, place))
-        return reduced(kind, values.of(source), self.k.inside(p, place))
+        starts = [self.k.chunk_at(p, c) for c in range(self.k.piece)]
+        first = place.first + place.part * self.plan.width
+        return reduced(kind, values.of(source), self.k.inside(p, place), first, starts)
 
     def new_sum(self, s: RowSum) -> list[Any]:
         """New accumulators: an fp32 fragment for each piece, or one number."""

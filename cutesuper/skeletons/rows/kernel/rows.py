@@ -12,7 +12,19 @@ import cutlass.memory
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
 
-from cutesuper.device.fragments import NEUTRAL, combine, fragment, packed, reduced, stored, widen
+from cutesuper.device.fragments import (
+    combine,
+    element_of,
+    fragment,
+    neutral,
+    packed,
+    reduced,
+    result,
+    shuffled,
+    stored,
+    widen,
+    words,
+)
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import at_address, element, neighbours, one, put
@@ -21,7 +33,8 @@ from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import Operator, lookup
 from cutesuper.skeletons.base import Indexed, View
 from cutesuper.skeletons.kernel.arguments import Extents, dtype_of, named_row, parts_of
-from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.skeletons.rows.kernel.scans import Lane, Scan
+from cutesuper.skeletons.rows.plan import RowPlan, words_of
 
 #: shared memory that two blocks without a ring need at most, in percent of an SM's; the rest is L1
 CARVEOUT = 10
@@ -150,11 +163,15 @@ class RowKernel:
             if op.kind == LOAD:
                 values[i] = load(i)
             elif i in plan.reductions:
-                n, source = plan.reductions.index(i), args[0]
+                before, source = plan.reductions[: plan.reductions.index(i)], args[0]
+                n = words_of(plan.program, before)
                 if op.facets.selects and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
                     source = ahead[op.inputs[0]]
                 total = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
-                values[i] = total * plan.program.factor(op)
+                values[i] = result(op.facets.reduces.name, total) * plan.program.factor(op)
+            elif op.facets.scans:
+                here = Lane(tidx, lane, group, self.inside(first))
+                values[i] = Scan(plan, i, slots, here).of(args[0])
             elif op.facets.turns:
                 values[i] = self.turn(args[0], lookup(op.kind), tidx, lane)
             else:
@@ -341,13 +358,15 @@ class RowKernel:
     ):
         """The combined elements of a row, returned to every thread of the row."""
         op = lookup(kind).reduces.name
-        v = reduced(op, value, self.inside(first))
+        starts = [c * self.lanes * self.vector for c in range(self.chunks)]
+        v = reduced(op, value, self.inside(first), first, starts)
         if cutlass.const_expr(self.plan.schedule.interleaved):
             v = self.across(
                 op,
                 v,
                 slots,
                 n * self.plan.threads + group,
+                self.plan.threads,
                 lane,
                 self.row_blocks_of,
                 self.lanes,
@@ -356,12 +375,13 @@ class RowKernel:
         else:
             distance = min(self.lanes, 32) // 2
             while cutlass.const_expr(distance > 0):
-                v = combine(op, v, cute.arch.shuffle_sync_bfly(v, distance))
+                v = combine(op, v, shuffled(v, distance))
                 distance = distance // 2
             if cutlass.const_expr(self.plan.warps_per_row > 1):
                 warps = self.plan.warps_per_row
                 base = (n * self.plan.schedule.rows + group) * warps
-                v = self.across(op, v, slots, base, lane // 32, 1, warps, tidx % 32 == 0)
+                apart = self.plan.schedule.rows * warps
+                v = self.across(op, v, slots, base, apart, lane // 32, 1, warps, tidx % 32 == 0)
         return v
 
     def turn(self, value: Any, operator: Operator, tidx: Any, lane: Any) -> Any:
@@ -391,19 +411,24 @@ class RowKernel:
         v,
         slots,
         base,
+        apart: cutlass.Constexpr,
         index,
         pitch: cutlass.Constexpr,
         count: cutlass.Constexpr,
         writes,
     ):
         """Combine ``count`` partial results of a row through shared memory; each reduction has
-        slots of its own, so one barrier suffices."""
+        slots of its own, so one barrier suffices. The second number of pairs lies ``apart`` slots
+        behind the first."""
+        given = words(v)
         if writes:
-            put(slots + (base + index * pitch), v)
+            for k in cutlass.range_constexpr(len(given)):
+                put(slots + (base + k * apart + index * pitch), given[k])
         cute.arch.sync_threads()
-        total = Float32(NEUTRAL[op])
+        total = neutral(op)
         for w in cutlass.range_constexpr(count):
-            total = combine(op, total, element(slots, base + w * pitch))
+            found = [element(slots, base + k * apart + w * pitch) for k in range(len(given))]
+            total = combine(op, total, element_of(found))
         return total
 
     def inside(self, first: Any) -> list[Any]:
