@@ -39,7 +39,7 @@ from cutesuper.ir.dims import Dim
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT
-from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_us
+from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_of_form_us, least_us
 from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts, preferred
 from cutesuper.search.recomputed import recomputed
 from cutesuper.search.region import (
@@ -340,7 +340,7 @@ class _Search:
         """Search the regions that the cheapest program may consist of, and programs near to it; if
         there is none, those that tell which operator has no kernel."""
         bounds = Bounds(segments, {r: least_us(r, self.target) for r in wanted})
-        todo = list(wanted)
+        todo, rough = list(wanted), set(wanted)  # of the latter a tighter bound is not known yet
         while todo and self._interrupt is None and self._left() > 0:
             for region in todo:
                 found = self._found.get((region, wanted[region].lowered))
@@ -349,6 +349,11 @@ class _Search:
             if self.most_us < bounds.least < inf:
                 raise TooDear(bounds.least, self.most_us)
             todo = bounds.below(TOGETHER) or bounds.below(self.near)
+            if loose := rough.intersection(todo):
+                for region in loose:
+                    bounds.tighten(region, least_of_form_us(region, self.target))
+                rough -= loose
+                continue
             # products first: they take milliseconds, rows up to 2 s, and their bounds say less
             todo = list(filter(_multiplies, todo)) or todo
             self._look_at({r: wanted[r] for r in todo})

@@ -9,9 +9,10 @@ from dataclasses import fields, replace
 from functools import cache
 from math import prod
 
-from cutesuper.ir.block import LOAD
+from cutesuper.ir.block import LOAD, AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.skeletons.cost import Cost, computes, instructions, overlapped
+from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.targets import Target
 
@@ -44,6 +45,31 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
     parts |= {"launch": target.launch_us, "ramp": ramp, "exchange": exchange, "store": store}
     parts |= {"after": after} if after else {}
     return Cost(target.launch_us + busy + ramp + exchange + store + after, parts)
+
+
+def least_us(sized: BlockProgram, form: MatmulForm, target: Target) -> float:
+    """Microseconds below which `price` is for no program with these tiles and axes: one product,
+    its operands from L2, its results stored. Waves of blocks take at least as long together as
+    their work on all SMs, and as one wave."""
+    target = _at_rows(extent(sized.dims[form.row]), target)
+    r, cluster = target.rates, sized.parts_along(form.column, AxisKind.CLUSTER)
+    m, n, k = (sized.tile[d] for d in (form.row, form.column, form.contracted))
+    n = 0 if form.hidden else n  # the loop may compute nothing but what lies between two products
+    blocks = prod(sized.parts(a) for a in sized.axes if a.kind != AxisKind.LOOP)
+    loop = sized.parts_along(form.contracted, AxisKind.LOOP)
+    stage, on_one = form.element_bytes * k * (m + n), loop * max(1.0, blocks / target.sms)
+    rest = overlapped(
+        r.overlap,
+        on_one * stage / r.sm_bytes_per_us,
+        blocks * loop * form.element_bytes * k * n / target.l2_bandwidth * 1e6,
+        loop * r.iteration_us,
+    )
+    tensor = on_one * _multiplied_us(2.0 * m * n * k, m * n, target) if n else 0.0
+    ranks = prod(sized.parts_along(form.contracted, kind) for kind in (AxisKind.CLUSTER, AxisKind.GRID))
+    store = min(r.store_us, r.cluster_store_us) * m * n / ranks / 1024
+    after = form.reduced * (r.column_reduction_us + (cluster > 1) * r.cluster_reduction_us)
+    ramp = r.first_stage * stage / r.sm_bytes_per_us
+    return target.launch_us + overlapped(r.tensor_overlap, rest, tensor) + ramp + store + after
 
 
 @cache
@@ -129,10 +155,15 @@ def _tensor_us(plan: MatmulPlan, target: Target) -> float:
     """Time of the products of an iteration, at the rate that the accumulators' area allows."""
     r, (m, n, k) = target.rates, plan.tile
     areas = [m * n] * len(plan.products) + [m * t.padded for t in plan.tails for _ in t.products]
-    area = max(areas)
-    efficiency = r.tensor_efficiency * area / (area + r.half_area)
     flops = 2.0 * (sum(areas) + r.vector_rows * n * len(plan.vector_columns)) * k
     flops *= plan.halves * (3 if plan.split else 1)  # TF32 has half the rate
+    return _multiplied_us(flops, max(areas), target)
+
+
+def _multiplied_us(flops: float, area: int, target: Target) -> float:
+    """Time of an SM's products at the rate that this area of accumulators allows."""
+    r = target.rates
+    efficiency = r.tensor_efficiency * area / (area + r.half_area)
     return flops * target.sms / (target.tensor_flops * efficiency) * 1e6
 
 

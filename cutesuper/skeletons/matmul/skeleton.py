@@ -23,7 +23,7 @@ from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
 from cutesuper.skeletons.matmul.plan import MatmulPlan, exceeded, exceeded_by_tile
 from cutesuper.skeletons.matmul.roles import plan_of
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
-from cutesuper.skeletons.matmul.sizes import matmul_sizes
+from cutesuper.skeletons.matmul.sizes import least_loop_us, matmul_sizes
 from cutesuper.targets import Target
 
 
@@ -63,6 +63,13 @@ class Matmul(Skeleton):
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
         """The additive price; operands of the loop pass through registers on their way."""
         return additive_price(table, form.contracted, target, itemsize)
+
+    def least_us(
+        self, program: LabelledProgram, form: Any, target: Target, memory_us: float
+    ) -> float:
+        """The loop of one product in its best tiles; see `matmul.sizes.least_loop_us`."""
+        dims = tuple(program.dims.items())
+        return max(target.launch_us + memory_us, least_loop_us(form, dims, target))
 
     def sizes(
         self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
