@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import inf, prod
 
-from cutesuper.egraph.labelled import Region, label
+from cutesuper.egraph.labelled import Region
 from cutesuper.errors import SearchError
 from cutesuper.ir.dims import extent
 from cutesuper.search.cuts import Segments
-from cutesuper.search.forms import find_form
+from cutesuper.search.forms import recognized
 from cutesuper.targets import Target
 
 #: regions of sequences this near to the cheapest one are searched together, in fewer rounds
@@ -29,15 +29,10 @@ def least_us(region: Region, target: Target) -> float:
 
 
 def least_of_form_us(region: Region, target: Target) -> float:
-    """Microseconds below which the skeleton that runs a region prices no kernel; of a region that
-    none runs, `least_us`. It takes 1 ms, and a search of the region up to 2 s."""
-    memory_us = _memory_us(region, target)
-    try:
-        program = label(region)
-        by = find_form(region, program, target)
-    except SearchError:
-        return target.launch_us + memory_us
-    return by.skeleton.least_us(program, by.form, target, memory_us)
+    """Microseconds below which the skeleton that runs a region prices no kernel. It takes 1 ms, and
+    a search of the region up to 2 s. Raises SearchError if none runs it."""
+    program, by = recognized(region, target)
+    return by.skeleton.least_us(program, by.form, target, _memory_us(region, target))
 
 
 def _memory_us(region: Region, target: Target) -> float:

@@ -65,7 +65,9 @@ def least_us(sized: BlockProgram, form: MatmulForm, target: Target) -> float:
         loop * r.iteration_us,
     )
     tensor = on_one * _multiplied_us(2.0 * m * n * k, m * n, target) if n else 0.0
-    ranks = prod(sized.parts_along(form.contracted, kind) for kind in (AxisKind.CLUSTER, AxisKind.GRID))
+    ranks = prod(
+        sized.parts_along(form.contracted, kind) for kind in (AxisKind.CLUSTER, AxisKind.GRID)
+    )
     store = min(r.store_us, r.cluster_store_us) * m * n / ranks / 1024
     after = form.reduced * (r.column_reduction_us + (cluster > 1) * r.cluster_reduction_us)
     ramp = r.first_stage * stage / r.sm_bytes_per_us
