@@ -9,10 +9,9 @@ from dataclasses import fields, replace
 from functools import cache
 from math import prod
 
-from cutesuper.ir.block import LOAD, AxisKind, BlockProgram
+from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.skeletons.cost import Cost, computes, instructions, overlapped
-from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.targets import Target
 
@@ -22,7 +21,7 @@ OTHER_REGISTERS = 60
 
 def price(plan: MatmulPlan, target: Target) -> Cost:
     """Cost of a matmul kernel: waves of blocks, each as slow as its slowest part, and ends."""
-    target = _at_rows(extent(plan.program.dims[plan.row]), target)
+    target = at_rows(extent(plan.program.dims[plan.row]), target)
     r, blocks = target.rates, plan.program.blocks()
     slots = plan.cluster_size * target.clusters[plan.cluster_size]
     at_once = slots * _resident(plan, target)
@@ -47,35 +46,8 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
     return Cost(target.launch_us + busy + ramp + exchange + store + after, parts)
 
 
-def least_us(sized: BlockProgram, form: MatmulForm, target: Target) -> float:
-    """Microseconds below which `price` is for no program with these tiles and axes: one product,
-    its operands from L2, its results stored. Waves of blocks take at least as long together as
-    their work on all SMs, and as one wave."""
-    target = _at_rows(extent(sized.dims[form.row]), target)
-    r, cluster = target.rates, sized.parts_along(form.column, AxisKind.CLUSTER)
-    m, n, k = (sized.tile[d] for d in (form.row, form.column, form.contracted))
-    n = 0 if form.hidden else n  # the loop may compute nothing but what lies between two products
-    blocks = prod(sized.parts(a) for a in sized.axes if a.kind != AxisKind.LOOP)
-    loop = sized.parts_along(form.contracted, AxisKind.LOOP)
-    stage, on_one = form.element_bytes * k * (m + n), loop * max(1.0, blocks / target.sms)
-    rest = overlapped(
-        r.overlap,
-        on_one * stage / r.sm_bytes_per_us,
-        blocks * loop * form.element_bytes * k * n / target.l2_bandwidth * 1e6,
-        loop * r.iteration_us,
-    )
-    tensor = on_one * _multiplied_us(2.0 * m * n * k, m * n, target) if n else 0.0
-    ranks = prod(
-        sized.parts_along(form.contracted, kind) for kind in (AxisKind.CLUSTER, AxisKind.GRID)
-    )
-    store = min(r.store_us, r.cluster_store_us) * m * n / ranks / 1024
-    after = form.reduced * (r.column_reduction_us + (cluster > 1) * r.cluster_reduction_us)
-    ramp = r.first_stage * stage / r.sm_bytes_per_us
-    return target.launch_us + overlapped(r.tensor_overlap, rest, tensor) + ramp + store + after
-
-
 @cache
-def _at_rows(rows: int, target: Target) -> Target:
+def at_rows(rows: int, target: Target) -> Target:
     """The target with the constants for products of this many rows."""
     w = target.wide
     if rows < w.rows:
@@ -159,10 +131,10 @@ def _tensor_us(plan: MatmulPlan, target: Target) -> float:
     areas = [m * n] * len(plan.products) + [m * t.padded for t in plan.tails for _ in t.products]
     flops = 2.0 * (sum(areas) + r.vector_rows * n * len(plan.vector_columns)) * k
     flops *= plan.halves * (3 if plan.split else 1)  # TF32 has half the rate
-    return _multiplied_us(flops, max(areas), target)
+    return multiplied_us(flops, max(areas), target)
 
 
-def _multiplied_us(flops: float, area: int, target: Target) -> float:
+def multiplied_us(flops: float, area: int, target: Target) -> float:
     """Time of an SM's products at the rate that this area of accumulators allows."""
     r = target.rates
     efficiency = r.tensor_efficiency * area / (area + r.half_area)

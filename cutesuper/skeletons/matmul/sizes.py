@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import repeat
 from math import prod
 
-from cutesuper.egraph.labelled import LabelledProgram
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.skeletons.base import arguments_of
 from cutesuper.skeletons.cost import MIN_STAGES, Setting, Sized, resize
-from cutesuper.skeletons.matmul.cost import least_us, price
+from cutesuper.skeletons.matmul.cost import price
 from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.matmul.plan import (
     CHUNK,
@@ -49,24 +47,12 @@ def matmul_sizes(
 ) -> Iterator[Sized]:
     """All sizes worth pricing, with their costs; ``pruned`` counts rejected ones, by reason."""
     plans = _Plans(setting)
-    for program in _programs(structure, form, setting.target):
+    for program in programs(structure, form, setting.target):
         plan = plans.of(program)
         if isinstance(plan, MatmulPlan):
             yield Sized(program, price(plan, setting.target))
         else:
             pruned[plan] += 1
-
-
-@lru_cache(4096)
-def least_loop_us(form: MatmulForm, dims: tuple[tuple[str, Dim], ...], target: Target) -> float:
-    """Microseconds below which no program of a form with these labels is priced; a launch where
-    blocks work for columns of several widths."""
-    if form.beside:
-        return target.launch_us
-    splits = form.splits(LabelledProgram(dict(dims), (), ()))
-    bare = (BlockProgram(dict(dims), s.axes, dict.fromkeys(dict(dims), 1), ()) for s in splits)
-    sized = (size for program in bare for size in _programs(program, form, target))
-    return min((least_us(size, form, target) for size in sized), default=target.launch_us)
 
 
 class _Plans:
@@ -120,7 +106,8 @@ def _fits(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> bool:
     return plan.fixed_bytes(schedule) + MIN_STAGES * plan.slot_bytes <= target.shared_bytes
 
 
-def _programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Iterator[BlockProgram]:
+def programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Iterator[BlockProgram]:
+    """The structure at all tiles and extents of axes worth a plan."""
     k = structure.dims[form.contracted]
     parted = any(a.dim == form.contracted for a in structure.of_kind(AxisKind.GRID))
     for tile, cluster in _matmul_tiles(structure, form, target):

@@ -20,10 +20,11 @@ from cutesuper.skeletons.form import Form, check_taken, needs_positions, single_
 from cutesuper.skeletons.legality import is_chained, refuse_index, without_running_state
 from cutesuper.skeletons.matmul.explain import matmul_lines
 from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
+from cutesuper.skeletons.matmul.least import least_us
 from cutesuper.skeletons.matmul.plan import MatmulPlan, exceeded, exceeded_by_tile
 from cutesuper.skeletons.matmul.roles import plan_of
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
-from cutesuper.skeletons.matmul.sizes import least_loop_us, matmul_sizes
+from cutesuper.skeletons.matmul.sizes import matmul_sizes
 from cutesuper.targets import Target
 
 
@@ -67,9 +68,8 @@ class Matmul(Skeleton):
     def least_us(
         self, program: LabelledProgram, form: Any, target: Target, memory_us: float
     ) -> float:
-        """The loop of one product in its best tiles; see `matmul.sizes.least_loop_us`."""
-        dims = tuple(program.dims.items())
-        return max(target.launch_us + memory_us, least_loop_us(form, dims, target))
+        """See `matmul.least.least_us`."""
+        return least_us(program, form, target, memory_us)
 
     def sizes(
         self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]

@@ -1,0 +1,139 @@
+"""Lower bounds of what matmul-loop kernels cost: the best tiles, for the least that a block does.
+
+Waves of blocks take at least as long as the same work spread evenly, and as one wave, whatever
+overlaps. Terms and constants are those of `skeletons.matmul.cost`; what is not known before a
+search (further products, epilogues, exchanges) counts as nothing.
+
+before: ``layer_norm(X) W`` for 256x768x3072 in bf16 on an H200, 3.0 us for a launch and memory;
+after, as helper warps rewrite the rows: 4.6; what a search finds takes 7.8.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import lru_cache
+from math import inf, prod
+from typing import NamedTuple
+
+from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
+from cutesuper.ir.block import AxisKind, BlockProgram
+from cutesuper.ir.dims import Dim, ceil_div, extent
+from cutesuper.skeletons.cost import MIN_STAGES, overlapped
+from cutesuper.skeletons.matmul.cost import at_rows, multiplied_us
+from cutesuper.skeletons.matmul.form import MatmulForm
+from cutesuper.skeletons.matmul.sizes import programs
+from cutesuper.targets import Target
+
+
+class RowWork(IntEnum):
+    """What helper warps do with the rows in every program of a region."""
+
+    NOTHING = 0
+    READ = 1
+    REWRITE = 2
+
+
+class _Size(NamedTuple):
+    """What kernels with these tiles take, at least, in microseconds.
+
+    ``again``: bytes that memory reads once more; ``loop``: causes that overlap with the memory,
+    ``tensor`` with all of them; ``ends``: what overlaps with nothing.
+    """
+
+    again: float
+    loop: tuple[float, ...]
+    tensor: float
+    ends: float
+
+
+def least_us(program: LabelledProgram, form: MatmulForm, target: Target, memory_us: float) -> float:
+    """Microseconds below which `matmul.cost.price` is for no program of a form.
+
+    ``memory_us``: time in which memory moves each tensor once.
+    """
+    if form.beside:  # blocks work for columns of several widths
+        return target.launch_us + memory_us
+    dims = tuple(program.dims.items())
+    target = at_rows(extent(program.dims[form.row]), target)
+    r = target.rates
+    found = (
+        size.ends
+        + overlapped(
+            r.tensor_overlap,
+            overlapped(r.overlap, memory_us + size.again / target.bandwidth * 1e6, *size.loop),
+            size.tensor,
+        )
+        for size in _sizes(form, dims, row_work(program, form), target)
+    )
+    return target.launch_us + min(found, default=memory_us)
+
+
+def row_work(program: LabelledProgram, form: MatmulForm) -> RowWork:
+    """Rows are rewritten where a product takes a function of them, or columns of them that are
+    scaled; they are read where they have statistics. All else may be moved behind the product."""
+    rows = {form.row, form.contracted}
+    chain = set[int]()
+    for i in reversed(range(len(program.ops))):
+        op = program.ops[i]
+        multiplies = op.facets.contracts and op.over == form.contracted
+        if multiplies or (i in chain and op.over is None):
+            chain |= {j for j in op.inputs if rows <= program.ops[j].labels}
+    if any(_stays(program, program.ops[i], form) for i in chain):
+        return RowWork.REWRITE
+    reduced = (
+        op.over == form.contracted and not op.facets.contracts
+        and form.row in program.ops[op.inputs[0]].labels for op in program.ops
+    )  # fmt: skip
+    return RowWork.READ if any(reduced) else RowWork.NOTHING
+
+
+def _stays(program: LabelledProgram, op: LabelledOp, form: MatmulForm) -> bool:
+    """True for a function of one number, and for a product with a vector along the loop."""
+    f = op.facets
+    if not f.elementwise or op.over is not None:
+        return False
+    if len(op.inputs) == 1:
+        return f.powers is None and f.signs is None and not f.converts
+    operands = (program.ops[j].labels for j in op.inputs)
+    return f.powers is not None and any(
+        form.contracted in x and form.row not in x for x in operands
+    )
+
+
+@lru_cache(4096)
+def _sizes(
+    form: MatmulForm, dims: tuple[tuple[str, Dim], ...], work: RowWork, target: Target
+) -> tuple[_Size, ...]:
+    """The least at all tiles and axes that a search would price."""
+    splits = form.splits(LabelledProgram(dict(dims), (), ()))
+    bare = (BlockProgram(dict(dims), s.axes, dict.fromkeys(dict(dims), 1), ()) for s in splits)
+    return tuple(
+        _size(sized, form, work, target) for p in bare for sized in programs(p, form, target)
+    )
+
+
+def _size(sized: BlockProgram, form: MatmulForm, work: RowWork, target: Target) -> _Size:
+    r, whole = target.rates, {d: extent(n) for d, n in sized.dims.items()}
+    m, n, k = (sized.tile[d] for d in (form.row, form.column, form.contracted))
+    n = 0 if form.hidden else n  # the loop may compute nothing but what lies between two products
+    blocks = prod(sized.parts(a) for a in sized.axes if a.kind != AxisKind.LOOP)
+    loop = sized.parts_along(form.contracted, AxisKind.LOOP)
+    stage, on_one = form.element_bytes * k * (m + n), loop * max(1.0, blocks / target.sms)
+    stages = max(MIN_STAGES, target.shared_bytes // stage)
+    rate = (inf, r.statistic_per_us, r.prologue_per_us)[work]
+    ranks = prod(sized.parts_along(form.contracted, x) for x in (AxisKind.CLUSTER, AxisKind.GRID))
+    spread = sized.parts_along(form.column, AxisKind.CLUSTER) > 1
+    after = form.reduced * (r.column_reduction_us + spread * r.cluster_reduction_us)
+    store = min(r.store_us, r.cluster_store_us) * m * n / ranks / 1024
+    weights = form.element_bytes * whole[form.contracted] * (whole[form.column] if n else 0)
+    return _Size(
+        r.reread * weights * (1 - 1 / ceil_div(whole[form.row], m)),
+        (
+            on_one * stage / r.sm_bytes_per_us,
+            blocks * loop * form.element_bytes * k * n / target.l2_bandwidth * 1e6,
+            loop * r.iteration_us + on_one * m * k / rate,
+            on_one * r.latency_us / (stages - 1),
+        ),
+        on_one * multiplied_us(2.0 * m * n * k, m * n, target) if n else 0.0,
+        r.first_stage * stage / r.sm_bytes_per_us + store + after,
+    )
