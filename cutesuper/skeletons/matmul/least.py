@@ -10,7 +10,6 @@ after, as helper warps rewrite the rows: 4.6; what a search finds takes 7.8.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from functools import lru_cache
 from math import inf, prod
 from typing import NamedTuple
@@ -25,12 +24,22 @@ from cutesuper.skeletons.matmul.sizes import programs
 from cutesuper.targets import Target
 
 
-class RowWork(IntEnum):
-    """What helper warps do with the rows in every program of a region."""
+class RowWork(NamedTuple):
+    """The work of helper warps on the rows in every program of a region.
 
-    NOTHING = 0
-    READ = 1
-    REWRITE = 2
+    ``reads``: they compute statistics; ``rewrites``: they write what the tensor cores read, for
+    which they compute the functions ``kinds`` of every element.
+    """
+
+    reads: bool
+    rewrites: bool
+    kinds: frozenset[str]
+
+    def per_element_us(self, target: Target) -> float:
+        """Time of an element of a tile."""
+        r = target.rates
+        rate = r.prologue_per_us if self.rewrites else r.statistic_per_us if self.reads else inf
+        return 1 / rate + sum(r.instructions.get(k, 1) for k in self.kinds) / r.lanes_per_us
 
 
 class _Size(NamedTuple):
@@ -69,7 +78,7 @@ def least_us(program: LabelledProgram, form: MatmulForm, target: Target, memory_
 
 
 def row_work(program: LabelledProgram, form: MatmulForm) -> RowWork:
-    """Rows are rewritten where a product takes a function of them, or columns of them that are
+    """Rows are rewritten where a product takes functions or products of them, or columns that are
     scaled; they are read where they have statistics. All else may be moved behind the product."""
     rows = {form.row, form.contracted}
     chain = set[int]()
@@ -78,26 +87,24 @@ def row_work(program: LabelledProgram, form: MatmulForm) -> RowWork:
         multiplies = op.facets.contracts and op.over == form.contracted
         if multiplies or (i in chain and op.over is None):
             chain |= {j for j in op.inputs if rows <= program.ops[j].labels}
-    if any(_stays(program, program.ops[i], form) for i in chain):
-        return RowWork.REWRITE
-    reduced = (
+    stays = [op for i in chain if _stays(program, op := program.ops[i], form)]
+    reads = any(
         op.over == form.contracted and not op.facets.contracts
         and form.row in program.ops[op.inputs[0]].labels for op in program.ops
     )  # fmt: skip
-    return RowWork.READ if any(reduced) else RowWork.NOTHING
+    return RowWork(reads, bool(stays), frozenset(op.kind for op in stays if len(op.inputs) == 1))
 
 
 def _stays(program: LabelledProgram, op: LabelledOp, form: MatmulForm) -> bool:
-    """True for a function of one number, and for a product with a vector along the loop."""
+    """True for a function of one number, a product of rows, and one with a vector of the loop."""
     f = op.facets
     if not f.elementwise or op.over is not None:
         return False
     if len(op.inputs) == 1:
         return f.powers is None and f.signs is None and not f.converts
-    operands = (program.ops[j].labels for j in op.inputs)
-    return f.powers is not None and any(
-        form.contracted in x and form.row not in x for x in operands
-    )
+    operands = [program.ops[j].labels for j in op.inputs]
+    along = [form.row in x for x in operands if form.contracted in x]
+    return f.powers is not None and (len(along) > 1 or along == [False])
 
 
 @lru_cache(4096)
@@ -120,7 +127,6 @@ def _size(sized: BlockProgram, form: MatmulForm, work: RowWork, target: Target) 
     loop = sized.parts_along(form.contracted, AxisKind.LOOP)
     stage, on_one = form.element_bytes * k * (m + n), loop * max(1.0, blocks / target.sms)
     stages = max(MIN_STAGES, target.shared_bytes // stage)
-    rate = (inf, r.statistic_per_us, r.prologue_per_us)[work]
     ranks = prod(sized.parts_along(form.contracted, x) for x in (AxisKind.CLUSTER, AxisKind.GRID))
     spread = sized.parts_along(form.column, AxisKind.CLUSTER) > 1
     after = form.reduced * (r.column_reduction_us + spread * r.cluster_reduction_us)
@@ -131,7 +137,7 @@ def _size(sized: BlockProgram, form: MatmulForm, work: RowWork, target: Target) 
         (
             on_one * stage / r.sm_bytes_per_us,
             blocks * loop * form.element_bytes * k * n / target.l2_bandwidth * 1e6,
-            loop * r.iteration_us + on_one * m * k / rate,
+            loop * r.iteration_us + on_one * m * k * work.per_element_us(target),
             on_one * r.latency_us / (stages - 1),
         ),
         on_one * multiplied_us(2.0 * m * n * k, m * n, target) if n else 0.0,
