@@ -24,22 +24,30 @@ from cutesuper.skeletons.matmul.sizes import programs
 from cutesuper.targets import Target
 
 
-class RowWork(NamedTuple):
-    """The work of helper warps on the rows in every program of a region.
+class Work(NamedTuple):
+    """The work of every program of a region beside products.
 
-    ``reads``: they compute statistics; ``rewrites``: they write what the tensor cores read, for
-    which they compute the functions ``kinds`` of every element.
+    ``reads``: helper warps compute statistics of the rows; ``rewrites``: they write what the tensor
+    cores read, for which they compute the functions ``kinds`` of every element; ``ending``:
+    functions of every result.
     """
 
     reads: bool
     rewrites: bool
     kinds: frozenset[str]
+    ending: frozenset[str]
 
     def per_element_us(self, target: Target) -> float:
-        """Time of an element of a tile."""
+        """Time of an element of a tile in helper warps."""
         r = target.rates
         rate = r.prologue_per_us if self.rewrites else r.statistic_per_us if self.reads else inf
-        return 1 / rate + sum(r.instructions.get(k, 1) for k in self.kinds) / r.lanes_per_us
+        return 1 / rate + _functions_us(self.kinds, target)
+
+
+def _functions_us(kinds: frozenset[str], target: Target) -> float:
+    """Time of these functions of one element."""
+    r = target.rates
+    return sum(r.instructions.get(k, 1) for k in kinds) / r.lanes_per_us
 
 
 class _Size(NamedTuple):
@@ -72,12 +80,12 @@ def least_us(program: LabelledProgram, form: MatmulForm, target: Target, memory_
             overlapped(r.overlap, memory_us + size.again / target.bandwidth * 1e6, *size.loop),
             size.tensor,
         )
-        for size in _sizes(form, dims, row_work(program, form), target)
+        for size in _sizes(form, dims, work_of(program, form), target)
     )
     return target.launch_us + min(found, default=memory_us)
 
 
-def row_work(program: LabelledProgram, form: MatmulForm) -> RowWork:
+def work_of(program: LabelledProgram, form: MatmulForm) -> Work:
     """Rows are rewritten where a product takes functions or products of them, or columns that are
     scaled; they are read where they have statistics. All else may be moved behind the product."""
     rows = {form.row, form.contracted}
@@ -92,24 +100,34 @@ def row_work(program: LabelledProgram, form: MatmulForm) -> RowWork:
         op.over == form.contracted and not op.facets.contracts
         and form.row in program.ops[op.inputs[0]].labels for op in program.ops
     )  # fmt: skip
-    return RowWork(reads, bool(stays), frozenset(op.kind for op in stays if len(op.inputs) == 1))
+    kinds = frozenset(op.kind for op in stays if _is_function(op))
+    done = {form.column, form.contracted}
+    ending = frozenset(
+        op.kind for op in program.ops if op.labels & done == {form.column} and _is_function(op)
+    )
+    return Work(reads, bool(stays), kinds, ending)
+
+
+def _is_function(op: LabelledOp) -> bool:
+    """True for a function of one number that has no algebra."""
+    f = op.facets
+    plain = f.elementwise and op.over is None and len(op.inputs) == 1
+    return plain and f.powers is None and f.signs is None and not f.converts
 
 
 def _stays(program: LabelledProgram, op: LabelledOp, form: MatmulForm) -> bool:
     """True for a function of one number, a product of rows, and one with a vector of the loop."""
-    f = op.facets
-    if not f.elementwise or op.over is not None:
-        return False
-    if len(op.inputs) == 1:
-        return f.powers is None and f.signs is None and not f.converts
+    if _is_function(op):
+        return True
     operands = [program.ops[j].labels for j in op.inputs]
     along = [form.row in x for x in operands if form.contracted in x]
-    return f.powers is not None and (len(along) > 1 or along == [False])
+    multiplies = op.facets.elementwise and op.facets.powers is not None and len(op.inputs) > 1
+    return multiplies and (len(along) > 1 or along == [False])
 
 
 @lru_cache(4096)
 def _sizes(
-    form: MatmulForm, dims: tuple[tuple[str, Dim], ...], work: RowWork, target: Target
+    form: MatmulForm, dims: tuple[tuple[str, Dim], ...], work: Work, target: Target
 ) -> tuple[_Size, ...]:
     """The least at all tiles and axes that a search would price."""
     splits = form.splits(LabelledProgram(dict(dims), (), ()))
@@ -119,21 +137,16 @@ def _sizes(
     )
 
 
-def _size(sized: BlockProgram, form: MatmulForm, work: RowWork, target: Target) -> _Size:
-    r, whole = target.rates, {d: extent(n) for d, n in sized.dims.items()}
-    m, n, k = (sized.tile[d] for d in (form.row, form.column, form.contracted))
-    n = 0 if form.hidden else n  # the loop may compute nothing but what lies between two products
+def _size(sized: BlockProgram, form: MatmulForm, work: Work, target: Target) -> _Size:
+    r, (m, n, k) = target.rates, _tile(sized, form)
     blocks = prod(sized.parts(a) for a in sized.axes if a.kind != AxisKind.LOOP)
     loop = sized.parts_along(form.contracted, AxisKind.LOOP)
     stage, on_one = form.element_bytes * k * (m + n), loop * max(1.0, blocks / target.sms)
     stages = max(MIN_STAGES, target.shared_bytes // stage)
-    ranks = prod(sized.parts_along(form.contracted, x) for x in (AxisKind.CLUSTER, AxisKind.GRID))
-    spread = sized.parts_along(form.column, AxisKind.CLUSTER) > 1
-    after = form.reduced * (r.column_reduction_us + spread * r.cluster_reduction_us)
-    store = min(r.store_us, r.cluster_store_us) * m * n / ranks / 1024
-    weights = form.element_bytes * whole[form.contracted] * (whole[form.column] if n else 0)
+    rows, columns = (extent(sized.dims[d]) for d in (form.row, form.column))
+    weights = form.element_bytes * extent(sized.dims[form.contracted]) * columns * (n > 0)
     return _Size(
-        r.reread * weights * (1 - 1 / ceil_div(whole[form.row], m)),
+        r.reread * weights * (1 - 1 / ceil_div(rows, m)),
         (
             on_one * stage / r.sm_bytes_per_us,
             blocks * loop * form.element_bytes * k * n / target.l2_bandwidth * 1e6,
@@ -141,5 +154,27 @@ def _size(sized: BlockProgram, form: MatmulForm, work: RowWork, target: Target) 
             on_one * r.latency_us / (stages - 1),
         ),
         on_one * multiplied_us(2.0 * m * n * k, m * n, target) if n else 0.0,
-        r.first_stage * stage / r.sm_bytes_per_us + store + after,
+        r.first_stage * stage / r.sm_bytes_per_us + _end_us(sized, form, work, target),
     )
+
+
+def _tile(sized: BlockProgram, form: MatmulForm) -> tuple[int, int, int]:
+    """Rows, columns and depth of a tile; no columns where the loop may compute nothing but what
+    lies between two products."""
+    m, n, k = (sized.tile[d] for d in (form.row, form.column, form.contracted))
+    return m, 0 if form.hidden else n, k
+
+
+def _end_us(sized: BlockProgram, form: MatmulForm, work: Work, target: Target) -> float:
+    """Time after the loop of the blocks of an SM, one after the other."""
+    r, (m, n, _) = target.rates, _tile(sized, form)
+    blocks = prod(sized.parts(a) for a in sized.axes if a.kind != AxisKind.LOOP)
+    shared, spread = (
+        sized.parts_along(d, AxisKind.CLUSTER) for d in (form.contracted, form.column)
+    )
+    rounds = ceil_div(blocks, shared * spread * target.clusters[shared * spread])
+    finished = m * n / (shared * sized.parts_along(form.contracted, AxisKind.GRID))
+    store = finished * min(r.store_us, r.cluster_store_us) / 1024
+    reduction = r.column_reduction_us + (spread > 1) * r.cluster_reduction_us
+    ending = finished * _functions_us(work.ending, target)
+    return rounds * (store + ending + form.reduced * reduction)
