@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
-from cutesuper.egraph.clock import OUT_OF_TIME, limited
+from cutesuper.egraph.clock import OUT_OF_TIME, OutOfTime, limited
 from cutesuper.egraph.labelled import Region, label
 from cutesuper.egraph.products import matrix_products
 from cutesuper.egraph.reductions import rows_meet
@@ -268,8 +268,7 @@ class _Search:
             if self._accepted(cut, mugraph):
                 candidates.append(_candidate(mugraph, cut))
                 self.best = candidates[0].cost_us
-            enough = len(candidates) == keep or (candidates and self._left() <= 0)
-            if enough or self._has_no_value():
+            if len(candidates) == keep or (candidates and self._left() <= 0):
                 break
 
     # ------------------------------------------------------------------------------------- graphs
@@ -367,6 +366,7 @@ class _Search:
             # products first: they take milliseconds, rows up to 2 s, and their bounds say less
             todo = list(filter(_multiplies, todo)) or todo
             self._look_at({r: wanted[r] for r in todo})
+        self.statistics.complete &= not todo
         if self.near < inf:
             self.statistics.pruned["more to do than cheap programs have"] += bounds.open
         return bounds.least < inf
@@ -376,7 +376,9 @@ class _Search:
         its search would, without one."""
         try:
             bounds.tighten(region, least_of_form_us(region, self.target))
-        except SearchError as error:
+        except OutOfTime:
+            self.statistics.complete = False
+        except (SearchError, LoweringError) as error:
             if options.lowered:
                 refused = Found((), frameless(error), Counts(regions=1))
                 refused.counts.pruned[str(error)] += 1
@@ -524,8 +526,9 @@ class _Search:
         return bool(self._verdicts[key])
 
     def _has_no_value(self) -> bool:
-        """True if the verifier found that no program can be compared with the graph."""
-        return any(isinstance(v, Verification) and v.of_graph for v in self._verdicts.values())
+        """True if the verifier says of each structure that the graph has no value to compare."""
+        verdicts = self._verdicts.values()
+        return bool(verdicts) and all(isinstance(v, Verification) and v.of_graph for v in verdicts)
 
     def _why(self) -> str:
         """The first reason of the verifier, if it gave any, and what to do."""
