@@ -101,9 +101,9 @@ def work_of(program: LabelledProgram, form: MatmulForm) -> Work:
         and form.row in program.ops[op.inputs[0]].labels for op in program.ops
     )  # fmt: skip
     kinds = frozenset(op.kind for op in stays if _is_function(op))
-    done = {form.column, form.contracted}
+    done, ended = {form.column, form.contracted}, frozenset((form.column,))
     ending = frozenset(
-        op.kind for op in program.ops if op.labels & done == {form.column} and _is_function(op)
+        op.kind for op in program.ops if op.labels & done == ended and _is_function(op)
     )
     return Work(reads, bool(stays), kinds, ending)
 
