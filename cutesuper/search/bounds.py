@@ -16,6 +16,7 @@ from cutesuper.egraph.labelled import Region
 from cutesuper.errors import SearchError
 from cutesuper.ir.dims import extent
 from cutesuper.search.cuts import Segments
+from cutesuper.search.forms import recognized
 from cutesuper.targets import Target
 
 #: regions of sequences this near to the cheapest one are searched together, in fewer rounds
@@ -23,15 +24,27 @@ TOGETHER = 1.005
 
 
 def least_us(region: Region, target: Target) -> float:
-    """Microseconds below which no kernel of any skeleton is priced: a launch, and each tensor read
-    or written once. Of tensors in pages nobody knows how much is read."""
+    """Microseconds below which no kernel of any skeleton is priced: a launch, and its memory."""
+    return target.launch_us + _memory_us(region, target)
+
+
+def least_of_form_us(region: Region, target: Target) -> float:
+    """Microseconds below which the skeleton that runs a region prices no kernel. It takes 1 ms, and
+    a search of the region up to 2 s. Raises SearchError if none runs it."""
+    program, by = recognized(region, target)
+    return by.skeleton.least_us(program, by.form, target, _memory_us(region, target))
+
+
+def _memory_us(region: Region, target: Target) -> float:
+    """Time in which each tensor is read or written once. Of tensors in pages nobody knows how much
+    is read."""
     pages = {i for i, _ in region.pages}
     read = [(s, t) for i, (s, t) in enumerate(zip(region.inputs, region.input_dtypes, strict=True))
             if i not in pages]  # fmt: skip
     written = zip(region.output_shapes, region.output_dtypes, strict=True)
     moved = sum(prod(map(extent, s)) * t.itemsize for s, t in (*read, *written))
     fastest = target.bandwidth * max(1.0, target.attention.streamed)
-    return target.launch_us + moved / fastest * 1e6
+    return moved / fastest * 1e6
 
 
 class TooDear(SearchError):
@@ -76,6 +89,11 @@ class Bounds:
     def least(self) -> float:
         """The cost of the cheapest sequence, at least; infinite if none has kernels."""
         return min(self._through(), default=inf)
+
+    def tighten(self, region: Region, least: float) -> None:
+        """Replace a bound by another one, if that is higher."""
+        place = self._places[region]
+        self._prices[place] = max(self._prices[place], least)
 
     def learn(self, region: Region, price: float) -> None:
         """Replace a bound by the price of the cheapest kernel; infinite if there is none."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
-from cutesuper.egraph.labelled import LabelledProgram, Region
+from cutesuper.egraph.labelled import LabelledProgram, Region, label
 from cutesuper.egraph.splits import AnyRules, Split, splits
 from cutesuper.errors import SearchError, frameless
 from cutesuper.ir.block import (
@@ -19,6 +20,7 @@ from cutesuper.ir.block import (
     BlockProgram,
 )
 from cutesuper.ir.dims import Symbol
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.skeletons.base import Skeleton
 from cutesuper.skeletons.form import Form, check_symbols
 from cutesuper.skeletons.registry import SKELETONS
@@ -55,6 +57,19 @@ class Recognized:
 
     skeleton: Skeleton
     form: Form
+
+
+def recognized(region: Region, target: Target) -> tuple[LabelledProgram, Recognized]:
+    """A region with labels, and its form; kept, since it is asked for where a region is worth a
+    search, for its bound, and in its search. Raises SearchError as `label` and `find_form` do."""
+    return _recognized(region, target, TABLE.changes)
+
+
+@lru_cache(1024)
+def _recognized(region: Region, target: Target, changes: int) -> tuple[LabelledProgram, Recognized]:
+    del changes  # only distinguishes operators that had the same name
+    program = label(region)
+    return program, find_form(region, program, target)
 
 
 def find_form(region: Region, program: LabelledProgram, target: Target) -> Recognized:

@@ -36,7 +36,7 @@ from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
 from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.ir.precision import EXACT
-from cutesuper.search.forms import BlockForm, Recognized, find_form
+from cutesuper.search.forms import BlockForm, Recognized, find_form, recognized
 from cutesuper.search.general_cost import Model
 from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.rounding import Rounding
@@ -227,7 +227,7 @@ def in_a_chain(region: Region, target: Target) -> bool:
     if sum(op.facets.contracts for op in region.ops) < 2:
         return False
     try:
-        return find_form(region, label(region), target).skeleton.between_waists
+        return recognized(region, target)[1].skeleton.between_waists
     except SearchError:
         return False
 
@@ -243,12 +243,11 @@ class _RegionSearch:
 
     def run(self) -> list[Way]:
         """Ways that a skeleton of the lowering runs, and programs of any form, cheapest first."""
-        program = label(self.region)
         reasons: list[SearchError] = []
-        found = self._attempt(lambda: self._by_skeleton(program), reasons)
+        found = self._attempt(self._by_skeleton, reasons)
         self._skeletons = len(self._known)
         if not self.options.lowered:
-            found += self._attempt(lambda: self._general(program), reasons)
+            found += self._attempt(self._general, reasons)
         if not found:
             raise (*self._refused, *reasons, SearchError("no structure fits the device"))[0]
         found.sort(key=lambda w: w.total)
@@ -264,8 +263,8 @@ class _RegionSearch:
             reasons.append(frameless(error))
             return []
 
-    def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
-        by = find_form(self.region, program, self.target)
+    def _by_skeleton(self) -> list[Way]:
+        program, by = recognized(self.region, self.target)
         self._rounding = Rounding(self.region, program)
         if not by.skeleton.searches(by.form):
             return self._as_written(program, by)
@@ -281,7 +280,8 @@ class _RegionSearch:
             raise reasons[0]
         return found or self._written(program, by)  # normal forms refuse a - (a + b)
 
-    def _general(self, program: LabelledProgram) -> list[Way]:
+    def _general(self) -> list[Way]:
+        program = label(self.region)
         if not program.dims:
             raise SearchError("all tensors have one element; no kernel is made for that")
         again = _too_long(program) or _computed_again(program)

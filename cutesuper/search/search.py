@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from cutesuper.egraph.clock import OUT_OF_TIME, limited
+from cutesuper.egraph.clock import OUT_OF_TIME, OutOfTime, limited
 from cutesuper.egraph.labelled import Region, label
 from cutesuper.egraph.products import matrix_products
 from cutesuper.egraph.reductions import rows_meet
@@ -41,8 +41,17 @@ from cutesuper.ir.dims import Dim
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT
-from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_us
-from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts, preferred
+from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_of_form_us, least_us
+from cutesuper.search.cuts import (
+    MAX_SEGMENT,
+    Cut,
+    Flat,
+    Groups,
+    Segment,
+    Segments,
+    cuts,
+    preferred,
+)
 from cutesuper.search.recomputed import recomputed
 from cutesuper.search.region import (
     Counts,
@@ -242,6 +251,8 @@ class _Search:
         maximum (`FieldAlgebra.nested_exp`): then chained products are run as several kernels.
         """
         self._accept(candidates)
+        if self._has_no_value():
+            return
         if not candidates and self.near < inf:
             self.near = inf
             self._accept(candidates)
@@ -329,26 +340,24 @@ class _Search:
         the budget is used up."""
         if self._interrupt is not None or self._is_one_kernel(segments):
             return
-        wanted, more = dict[Region, SearchOptions](), True
-        while more and self._interrupt is None:
-            wanted = self._wanted(segments)
-            self._look_at(self._pieces(segments, wanted) if self.near < inf else wanted)
-            more = self._left() > 0 and segments.divide(self._runs)
-        if self.near < inf and self._interrupt is None:
-            self._narrow(segments, wanted)
+        more, longest = True, 1 if self.options.lowered else MAX_SEGMENT
+        while more:
+            self._look_at(self._wanted(segments, longest))
+            more = self._left() > 0 and self._interrupt is None and segments.divide(self._runs)
+        if not self.options.lowered:
+            return
+        # also where all are searched: a good program is found early, or that there is none
+        wanted = self._wanted(segments)
+        if self._narrow(segments, wanted) and self.near == inf:
+            self._look_at(wanted)
 
-    def _pieces(
-        self, segments: Segments, wanted: dict[Region, SearchOptions]
-    ) -> dict[Region, SearchOptions]:
-        """The shortest of these regions, so that there is always a way."""
-        shortest = (s.region for s, _, _ in segments.all(longest=1))
-        return {r: wanted[r] for r in shortest if r in wanted}
-
-    def _narrow(self, segments: Segments, wanted: dict[Region, SearchOptions]) -> None:
+    def _narrow(self, segments: Segments, wanted: dict[Region, SearchOptions]) -> bool:
         """Search the regions that the cheapest program may consist of, and programs near to it; if
-        there is none, those that tell which operator has no kernel."""
+        there is none, those that tell which operator has no kernel. Return True if there may be
+        one."""
+        near = TOGETHER if self.near == inf else self.near
         bounds = Bounds(segments, {r: least_us(r, self.target) for r in wanted})
-        todo = list(wanted)
+        todo, rough = list(wanted), set(wanted)  # of the latter a tighter bound is not known yet
         while todo and self._interrupt is None and self._left() > 0:
             for region in todo:
                 found = self._found.get((region, wanted[region].lowered))
@@ -356,22 +365,48 @@ class _Search:
                     bounds.learn(region, found.ways[0].total if found.ways else inf)
             if self.most_us < bounds.least < inf:
                 raise TooDear(bounds.least, self.most_us)
-            todo = bounds.below(TOGETHER) or bounds.below(self.near)
+            todo = bounds.below(TOGETHER) or bounds.below(near)
+            if loose := rough.intersection(todo):
+                for region in loose:
+                    self._tighten(bounds, region, wanted[region])
+                rough -= loose
+                continue
             # products first: they take milliseconds, rows up to 2 s, and their bounds say less
             todo = list(filter(_multiplies, todo)) or todo
             self._look_at({r: wanted[r] for r in todo})
-        self.statistics.pruned["more to read and write than cheap programs have"] += bounds.open
+        self.statistics.complete &= not todo
+        if self.near < inf:
+            self.statistics.pruned["more to do than cheap programs have"] += bounds.open
+        return bounds.least < inf
 
-    def _wanted(self, segments: Segments) -> dict[Region, SearchOptions]:
-        """The regions worth searching, with their options, as far as the budget reaches."""
+    def _tighten(self, bounds: Bounds, region: Region, options: SearchOptions) -> None:
+        """Replace the bound of a region by that of its form; a region that has none is refused as
+        its search would, without one."""
+        try:
+            bounds.tighten(region, least_of_form_us(region, self.target))
+        except OutOfTime:
+            self.statistics.complete = False
+        except (SearchError, LoweringError) as error:
+            if options.lowered:
+                refused = Found((), frameless(error), Counts(regions=1))
+                refused.counts.pruned[str(error)] += 1
+                self._found[region, True] = refused
+                self.statistics.add(refused.counts)
+                bounds.learn(region, inf)
+
+    def _wanted(
+        self, segments: Segments, longest: int = MAX_SEGMENT
+    ) -> dict[Region, SearchOptions]:
+        """The regions of up to this many pieces that are worth searching, with their options, as
+        far as the budget reaches; single pieces always are, so that there is a way."""
         wanted: dict[Region, SearchOptions] = {}
-        for segment, length, at_waists in segments.all():
+        for segment, length, at_waists in segments.all(longest):
             if self._left() <= 0:
                 self.statistics.complete = False
                 break
             if at_waists or (self.options.lowered and not in_a_chain(segment.region, self.target)):
                 wanted[segment.region] = self.options
-            elif length == 1:  # so that there is always a way
+            elif length == 1:
                 simple = needs_positions(segment.region) is None
                 options = replace(self.options, lowered=True) if simple else self.options
                 wanted.setdefault(segment.region, options)
@@ -394,7 +429,9 @@ class _Search:
         return found is not None and found.error is None
 
     def _look_at(self, todo: dict[Region, SearchOptions]) -> None:
-        """Search regions, in this process or by the executor."""
+        """Search regions, in this process or by the executor; none after an interrupt."""
+        if self._interrupt is not None:
+            return
         todo = {r: o for r, o in todo.items() if (r, o.lowered) not in self._found}
         self._parts = (0, len(todo))
         try:
@@ -495,6 +532,11 @@ class _Search:
             self.statistics.rejected += not self._verdicts[key]
             self._report("verify")
         return bool(self._verdicts[key])
+
+    def _has_no_value(self) -> bool:
+        """True if the verifier says of each structure that the graph has no value to compare."""
+        verdicts = self._verdicts.values()
+        return bool(verdicts) and all(isinstance(v, Verification) and v.of_graph for v in verdicts)
 
     def _why(self) -> str:
         """The first reason of the verifier, if it gave any, and what to do."""

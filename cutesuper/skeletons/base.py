@@ -397,6 +397,19 @@ class Skeleton(ABC):
         """Cost of a derivation while sizes are unknown."""
         return additive_price(table, None, target, itemsize)
 
+    def least_us(
+        self, program: LabelledProgram, form: Any, target: Target, memory_us: float
+    ) -> float:
+        """Microseconds below which no program of this form is priced.
+
+        Args:
+            program: the region.
+            form: the rules for it.
+            target: the GPU.
+            memory_us: time in which memory moves each tensor once, at least.
+        """
+        return target.launch_us + memory_us
+
     @abstractmethod
     def sizes(
         self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]

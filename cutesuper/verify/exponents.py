@@ -101,7 +101,12 @@ def jointly_uniform(
         affine: inputs (by position) in which all arguments of exponentials are affine.
         domain: makes the field of the inputs.
     """
-    return any(_full_rank(graph, inputs, k, domain()) for k in affine)
+    once = domain()
+    evaluate_graph(graph, once, list(inputs))
+    most = min(len(once.residues()), _MAX_ARGUMENTS + 1)
+    # a smaller input has no such matrix: its probe, an evaluation for each element, is left out
+    wide = [k for k in affine if isinstance(x := inputs[k], FieldValue) and x.p.size >= most]
+    return most <= _MAX_ARGUMENTS and any(_full_rank(graph, inputs, k, domain()) for k in wide)
 
 
 def _full_rank(

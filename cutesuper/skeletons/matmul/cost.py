@@ -21,7 +21,7 @@ OTHER_REGISTERS = 60
 
 def price(plan: MatmulPlan, target: Target) -> Cost:
     """Cost of a matmul kernel: waves of blocks, each as slow as its slowest part, and ends."""
-    target = _at_rows(extent(plan.program.dims[plan.row]), target)
+    target = at_rows(extent(plan.program.dims[plan.row]), target)
     r, blocks = target.rates, plan.program.blocks()
     slots = plan.cluster_size * target.clusters[plan.cluster_size]
     at_once = slots * _resident(plan, target)
@@ -47,7 +47,7 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
 
 
 @cache
-def _at_rows(rows: int, target: Target) -> Target:
+def at_rows(rows: int, target: Target) -> Target:
     """The target with the constants for products of this many rows."""
     w = target.wide
     if rows < w.rows:
@@ -129,10 +129,15 @@ def _tensor_us(plan: MatmulPlan, target: Target) -> float:
     """Time of the products of an iteration, at the rate that the accumulators' area allows."""
     r, (m, n, k) = target.rates, plan.tile
     areas = [m * n] * len(plan.products) + [m * t.padded for t in plan.tails for _ in t.products]
-    area = max(areas)
-    efficiency = r.tensor_efficiency * area / (area + r.half_area)
     flops = 2.0 * (sum(areas) + r.vector_rows * n * len(plan.vector_columns)) * k
     flops *= plan.halves * (3 if plan.split else 1)  # TF32 has half the rate
+    return multiplied_us(flops, max(areas), target)
+
+
+def multiplied_us(flops: float, area: int, target: Target) -> float:
+    """Time of an SM's products at the rate that this area of accumulators allows."""
+    r = target.rates
+    efficiency = r.tensor_efficiency * area / (area + r.half_area)
     return flops * target.sms / (target.tensor_flops * efficiency) * 1e6
 
 

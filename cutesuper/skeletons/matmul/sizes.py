@@ -47,7 +47,7 @@ def matmul_sizes(
 ) -> Iterator[Sized]:
     """All sizes worth pricing, with their costs; ``pruned`` counts rejected ones, by reason."""
     plans = _Plans(setting)
-    for program in _programs(structure, form, setting.target):
+    for program in programs(structure, form, setting.target):
         plan = plans.of(program)
         if isinstance(plan, MatmulPlan):
             yield Sized(program, price(plan, setting.target))
@@ -106,7 +106,8 @@ def _fits(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> bool:
     return plan.fixed_bytes(schedule) + MIN_STAGES * plan.slot_bytes <= target.shared_bytes
 
 
-def _programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Iterator[BlockProgram]:
+def programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Iterator[BlockProgram]:
+    """The structure at all tiles and extents of axes worth a plan."""
     k = structure.dims[form.contracted]
     parted = any(a.dim == form.contracted for a in structure.of_kind(AxisKind.GRID))
     for tile, cluster in _matmul_tiles(structure, form, target):

@@ -27,6 +27,7 @@ from cutesuper.skeletons.form import (
 from cutesuper.skeletons.legality import is_chained, refuse_index, without_running_state
 from cutesuper.skeletons.matmul.explain import matmul_lines
 from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
+from cutesuper.skeletons.matmul.least import least_us
 from cutesuper.skeletons.matmul.plan import MatmulPlan, exceeded, exceeded_by_tile
 from cutesuper.skeletons.matmul.roles import plan_of
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
@@ -71,6 +72,12 @@ class Matmul(Skeleton):
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
         """The additive price; operands of the loop pass through registers on their way."""
         return additive_price(table, form.contracted, target, itemsize)
+
+    def least_us(
+        self, program: LabelledProgram, form: Any, target: Target, memory_us: float
+    ) -> float:
+        """See `matmul.least.least_us`."""
+        return least_us(program, form, target, memory_us)
 
     def sizes(
         self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]

@@ -7,6 +7,7 @@ from math import prod
 
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.skeletons.cost import Cost, computes, instructions, overlapped
+from cutesuper.skeletons.rows.form import PersistentForm, RowForm
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.settings import stage_limit
 from cutesuper.targets import Target
@@ -20,6 +21,15 @@ def price(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:
     if isinstance(plan, RowPlan) or not (plan.sums or plan.cluster > 1):
         return _resident(plan, target)
     return _visited(plan, target) if plan.sums else _clustered(plan, target)
+
+
+def least_ramp_us(form: RowForm | PersistentForm, reduces: bool, target: Target) -> float:
+    """Time that any kernel of a form takes beside launch and memory, at least."""
+    if isinstance(form, PersistentForm):
+        return target.rows.start_us
+    if form.clustered:
+        return target.rows.block_us
+    return target.rates.reduction_us * (form.reduced and reduces)
 
 
 def _resident(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:

@@ -14,6 +14,7 @@ from cutesuper.skeletons.base import Plan, Skeleton
 from cutesuper.skeletons.cost import Setting, Sized
 from cutesuper.skeletons.form import Form, needs_positions, single_reduction, unsized
 from cutesuper.skeletons.legality import without_running_state
+from cutesuper.skeletons.rows.cost import least_ramp_us
 from cutesuper.skeletons.rows.explain import row_lines, row_loop_lines
 from cutesuper.skeletons.rows.form import PersistentForm, RowForm, row_form
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
@@ -39,6 +40,12 @@ class Rows(Skeleton):
         if reason is not None:
             raise SearchError(reason)
         return row_form(region, program, target)
+
+    def least_us(
+        self, program: LabelledProgram, form: Any, target: Target, memory_us: float
+    ) -> float:
+        """Launch, memory, and what the kind of rows adds to them; see `rows.cost`."""
+        return target.launch_us + memory_us + least_ramp_us(form, bool(program.reduced), target)
 
     def sizes(
         self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
