@@ -65,8 +65,13 @@ class GatheredProduct(Product):
 
     @abstractmethod
     def gathered(self, memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
-        """A thread's numbers of a step of the first operand in shared memory, for `multiply`;
+        """A thread's numbers of a step of the first operand in shared memory, for `bring`;
         whichever of its labels is contiguous."""
+
+    @abstractmethod
+    def bring(self, steps: list[list[Float32]]) -> list[Any]:
+        """Bring a thread's numbers of some steps to where `multiply` and `replace` take them; they
+        take the place of those before, whose products have been waited for."""
 
     @abstractmethod
     def replace(self, accumulator: Any, first: Any, second: Any) -> None:
@@ -96,7 +101,7 @@ class Products(ABC):
             dtype: of both operands.
             columns: elements of the second operand's free label.
             along: for each operand, true if the contracted label is its contiguous one.
-            registers: true if the first operand is in registers.
+            registers: true if threads bring the first operand.
         """
 
     @abstractmethod

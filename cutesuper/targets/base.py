@@ -189,7 +189,6 @@ class Target:
         settings: folder of the measured settings, below ``schedules``; see `targets.settings`.
         accumulators: most fp32 accumulators of a block where they have a memory of their own; None
             where they are registers.
-        rounds_fp32: True if its building blocks multiply fp32 operands as TF32, at half the rate.
     """
 
     name: str
@@ -211,7 +210,6 @@ class Target:
     rows: RowRates
     settings: str
     accumulators: int | None = None
-    rounds_fp32: bool = False
 
     @property
     def sm_shared_bytes(self) -> int:

@@ -28,7 +28,8 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.fragments import filled, fragment
 from cutesuper.device.launch import wait_for_predecessor
-from cutesuper.device.products import Product, Products
+from cutesuper.device.products import GatheredProduct, Product, Products
+from cutesuper.device.tf32 import STEP, gathered
 
 #: named barriers of this module: of all consumers, and the first of the warpgroups, which have one
 #: each
@@ -178,6 +179,38 @@ class TensorProduct(Product):
 
 
 @dataclass(frozen=True)
+class RoundedProduct(TensorProduct, GatheredProduct):
+    """The same for TF32 operands. What threads gather goes to tensor memory.
+
+    Attributes:
+        place: in a list, the columns that `bring` has taken.
+    """
+
+    place: list[cute.Pointer] = field(default_factory=list[cute.Pointer])
+
+    def gathered(self, memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
+        return gathered(memory, step, slot, thread)
+
+    def bring(self, steps: list[list[Float32]]) -> list[Any]:
+        cores, mma = self.cores.opened(), self.instruction()
+        if not self.place:
+            self.place.append(cores.take(STEP * len(steps)))
+        [place] = self.place
+        store([word for words in steps for word in words], cores.address(place))
+        shape = mma.partition_shape_A((self.cores.block, STEP * len(steps)))
+        first = cute.recast_ptr(place, dtype=self.dtype)
+        operand = cute.make_tensor(first, mma.make_fragment_A(shape).layout)
+        return [operand[None, None, n] for n in range(len(steps))]
+
+    def replace(self, accumulator: Accumulator, first: Any, second: Any) -> None:
+        accumulator.filled[0] = Int32(0)
+        self.multiply(accumulator, first, second)
+
+    def settle(self, accumulator: Accumulator) -> None:
+        pass
+
+
+@dataclass(frozen=True)
 class TensorProducts(Products):
     """tcgen05: the first warp of each consumer warpgroup issues; consumer warps are the first of
     the block.
@@ -199,6 +232,9 @@ class TensorProducts(Products):
     ) -> TensorProduct:
         first, second = (OperandMajorMode.K if k else OperandMajorMode.MN for k in along)
         source = tcgen05.OperandSource.TMEM if registers else tcgen05.OperandSource.SMEM
+        if dtype is Float32:
+            majors = OperandMajorMode.K, OperandMajorMode.K
+            return RoundedProduct(self, cutlass.TFloat32, majors, columns, source)
         return TensorProduct(self, dtype, (first, second), columns, source)
 
     # ----------------------------------------------------------------------------------- memory
@@ -325,10 +361,11 @@ def store(words: list[Any], address: Any, *, loc: Any = None, ip: Any = None) ->
         lines.append(f"{name} [${len(words)} + {first}], {{{registers}}};")
         at += width // 2
     lines.append("tcgen05.wait::st.sync.aligned;")
+    given = [x if isinstance(x, Float32) else Int32(x) for x in (*words, address)]
     llvm.inline_asm(
-        None, [Int32(x).ir_value(loc=loc, ip=ip) for x in (*words, address)], "\n".join(lines),
-        ",".join("r" * (len(words) + 1)), has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        None, [x.ir_value(loc=loc, ip=ip) for x in given], "\n".join(lines),
+        ",".join("f" if isinstance(x, Float32) else "r" for x in given), has_side_effects=True,
+        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )  # fmt: skip
 
 

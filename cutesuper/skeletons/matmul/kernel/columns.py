@@ -50,9 +50,11 @@ class ColumnGroup:
         """True if the column label is the contiguous one (weights stored (K, N))."""
         return next(iter(self.views.values())).stride(self.column) == 1
 
-    def product(self, cores: Products, dtype: Any, rows: int, turned: bool = False) -> Product:
-        """The product with ``rows`` as its N extent; ``turned``: see `MatmulPlan.turned`."""
-        return cores.product(dtype, rows, (not self.column_major, not turned))
+    def product(
+        self, cores: Products, dtype: Any, rows: int, turned: bool = False, gathers: bool = False
+    ) -> Product:
+        """The product with ``rows`` as its N extent; see `MatmulPlan.turned` and ``gathers``."""
+        return cores.product(dtype, rows, (not self.column_major, not turned), gathers)
 
     def layout(self, dtype: Any, boxes: int) -> cute.ComposedLayout:
         """Layout of some boxes ``[width, depth, box]`` in shared memory, swizzled."""

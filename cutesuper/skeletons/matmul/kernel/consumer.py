@@ -39,9 +39,8 @@ class Consumer:
     def run(self, here, outs):
         """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`, by section."""
         k, at = self.k, here.memory.ring.first()
-        cores = k.cores.open(
-            here.memory.cores, k.warpgroups, k.plan.thread_accumulators, k.dependent
-        )
+        registers = k.plan.multiplied // (128 * k.warpgroups)
+        cores = k.cores.open(here.memory.cores, k.warpgroups, registers, k.dependent)
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
             for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
@@ -64,7 +63,7 @@ class Consumer:
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.main.views else inner[0]
-        product = lead.product(cores, k.dtype, rows, k.plan.turned)
+        product = lead.product(cores, k.dtype, rows, k.plan.turned, k.plan.gathers)
         along_hidden = [g.product(cores, k.dtype, rows, k.plan.turned) for g in inner]
         behind = [g.product(cores, k.dtype, rows) for g in self.after]
         b = product.second(memory.rows[0])
@@ -113,7 +112,8 @@ class Consumer:
         self.epilogue.tile_store.ask(here, outs[0], False)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.run(cores, behind, accumulators, hidden, here)
-        sums, of_vectors = cores.fetched(totals), cores.fetched(vectors.accumulators)
+        sums = self.gathered.sums(cores, accumulators, totals)
+        of_vectors = cores.fetched(vectors.accumulators)
         for n, epilogue in enumerate(self.epilogues):
             if here.tile.section == n:
                 epilogue.run(sums, of_vectors, here, outs[n])
