@@ -86,6 +86,14 @@ def rows(*kinds: str, n: int = 256, **options: Any) -> Any:
     return rows_plan(4, n, *kinds, target=B200, **({"dtype": BF16} | options))
 
 
+def rounded(shape: tuple[int, int], transposed: bool = False) -> Any:
+    """A product of 8 rows in fp32, with operands rounded to TF32."""
+    g = cs.new_kernel_graph()
+    x, w = g.new_input((8, 64), "float32"), g.new_input(shape, "float32")
+    g.mark_output(g.matmul(x, g.transpose(w) if transposed else w, "high"))
+    return g
+
+
 def embedded() -> Any:
     """Norms of rows that an index names."""
     g = cs.new_kernel_graph()
@@ -142,6 +150,10 @@ MORE = {
     "rows stored twice": Case(
         lambda: few(norm=False, m=48, tile_m=48), races=("write", "write")
     ),
+    "fp32": Case(lambda: few(dtype="float32", norm=False, k=64, tile_k=32)),
+    "fp32, norm": Case(lambda: few(dtype="float32")),
+    "fp32, rounded": Case(lambda: found(rounded((64, 64)))),
+    "fp32, rounded, weights (N, K)": Case(lambda: found(rounded((64, 64), transposed=True))),
     "K tiles of 128": Case(lambda: few(k=256, tile_k=128)),
     "fp16, norm": Case(lambda: few(dtype="float16")),
     "cluster of four": Case(lambda: few(cluster=4, k=512)),

@@ -23,7 +23,6 @@ from cutesuper.errors import (
     LayoutError,
     LoweringError,
     OptionError,
-    SearchError,
     ShapeError,
 )
 from cutesuper.ir.block import LOAD, MuGraph

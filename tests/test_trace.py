@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import cutesuper as cs
 from cutesuper.errors import (
     GraphError,
+    LoweringError,
     OptionError,
     RangeError,
     SearchError,
