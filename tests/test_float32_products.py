@@ -83,9 +83,9 @@ def test_three_products_of_half_the_rate_are_priced() -> None:
 
 
 def test_a_gpu_with_room_for_accumulators_keeps_none_for_what_threads_add() -> None:
-    """128x128 split numbers: their sums and two chunks of columns, of 32768 that there are."""
-    plan = Linear(128, 256, 128, 128, 128, 64, norm=False, dtype="float32").plan(B200)
-    assert plan.multiplied == 128 * 128 + 2 * 128 * 32 and plan.added == 128 * 128
+    """64x128 split numbers: their sums and two parts of a chunk of columns."""
+    plan = Linear(64, 256, 128, 64, 128, 64, norm=False, dtype="float32").plan(B200)
+    assert plan.multiplied == 64 * 128 + 2 * 128 * 32 and plan.added == 64 * 128
 
 
 def test_what_is_refused() -> None:

@@ -87,13 +87,20 @@ class Products(ABC):
 
     Attributes:
         block: rows (M) of an instruction.
+        doubles: true if an instruction may take two blocks of rows, too.
     """
 
     block: ClassVar[int]
+    doubles: ClassVar[bool] = False
 
     @abstractmethod
     def product(
-        self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
+        self,
+        dtype: Any,
+        columns: int,
+        along: tuple[bool, bool],
+        registers: bool = False,
+        double: bool = False,
     ) -> Product:
         """A product with ``columns`` as its N extent.
 
@@ -102,6 +109,8 @@ class Products(ABC):
             columns: elements of the second operand's free label.
             along: for each operand, true if the contracted label is its contiguous one.
             registers: true if threads bring the first operand.
+            double: true if the first operand has two blocks of rows, 16 of one and 16 of the other
+                in turn; only where the architecture `doubles`.
         """
 
     @abstractmethod
@@ -153,7 +162,8 @@ class Products(ABC):
         """Add to it what products have added since the last time, which have been waited for."""
 
     def fetched(self, accumulators: list[list[Any]]) -> list[list[cute.Tensor]]:
-        """Fragments of accumulators whose products have been waited for."""
+        """Fragments of accumulators whose products have been waited for, one of each block of
+        rows."""
         found = [[self.registers(a) for a in row] for row in accumulators]
         for row, fragments in zip(accumulators, found, strict=True):
             for accumulator, fragment in zip(row, fragments, strict=True):

@@ -1,10 +1,14 @@
 """Tensor-core products of Blackwell: tcgen05, whose accumulators are columns of tensor memory.
 
-The first operand has 64 rows (M) and lies in shared memory, as the second one, which has 8 to 256
-(N). The first warp of a consumer warpgroup issues its products, one thread of it each; a group of
-products ends with a commit, an arrival on a barrier once all of them are done. An accumulator
-``[64, N]`` takes N columns of tensor memory, 16 lanes of each warp. Loads of 16 lanes and 256 bits
-leave it in the order of WGMMA (`device.hopper.products`).
+The first operand has 64 or 128 rows (M) and lies in shared memory, as the second one, which has 8
+to 256 (N). The first warp of a consumer warpgroup issues its products, one thread of it each; a
+group of products ends with a commit, an arrival on a barrier once all of them are done. An
+accumulator ``[64, N]`` takes N columns of tensor memory, 16 lanes of each warp. Loads of 16 lanes
+and 256 bits leave it in the order of WGMMA (`device.hopper.products`).
+
+An accumulator ``[128, N]`` has all 32 lanes of each warp. If 16 rows of one block and 16 of another
+take turns in the first operand, the lower lanes of all warps are an accumulator of the first block,
+and the upper ones of the second. Such products run at twice the rate.
 
 Source: NVIDIA, Parallel Thread Execution ISA 8.8, tcgen05.
 """
@@ -36,8 +40,8 @@ from cutesuper.device.tf32 import STEP, gathered
 ALL_BARRIER, GROUP_BARRIER = 7, 8
 #: fewest columns of tensor memory that a block can have; it has a power of two
 LEAST_COLUMNS = 32
-#: place of the lane in an address of tensor memory, for the 32 lanes of a warp
-LANES_SHIFT = 21
+#: place of the lane in an address of tensor memory, and for the 32 lanes of a warp
+LANE_SHIFT, LANES_SHIFT = 16, 21
 #: groups of products whose ends are told apart; a power of two
 GROUPS = 4
 
@@ -67,14 +71,16 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """fp32 accumulators ``[64, columns]`` in tensor memory.
+    """fp32 accumulators of one or two blocks of 64 rows in tensor memory.
 
     Attributes:
+        blocks: of rows, each in 16 lanes of every warp.
         columns: of the accumulator.
         tensor: as products take it.
         filled: one register: 0 if the next product replaces what is there (Int32).
     """
 
+    blocks: int
     columns: int
     tensor: cute.Tensor
     filled: cute.Tensor
@@ -121,6 +127,7 @@ class TensorProduct(Product):
         majors: of the operands.
         columns: of the second operand.
         source: of the first operand: shared or tensor memory.
+        blocks: of 64 rows.
         replaces: True in a list if products replace accumulators; changed by `accumulate`.
     """
 
@@ -129,13 +136,19 @@ class TensorProduct(Product):
     majors: tuple[Any, Any]
     columns: int
     source: tcgen05.OperandSource
+    blocks: int = 1
     replaces: list[bool] = field(default_factory=lambda: [False])
+
+    @property
+    def rows(self) -> int:
+        """Rows of the instruction."""
+        return self.blocks * self.cores.block
 
     def instruction(self) -> cute.TiledMma:
         """The instruction: another one each time, since a flag of a run-time loop stays inside."""
         return sm100.make_trivial_tiled_mma(
             self.dtype, self.dtype, *self.majors, Float32, tcgen05.CtaGroup.ONE,
-            (self.cores.block, self.columns), self.source,
+            (self.rows, self.columns), self.source,
         )  # fmt: skip
 
     def first(self, memory: cute.Tensor) -> cute.Tensor:
@@ -148,12 +161,12 @@ class TensorProduct(Product):
 
     def accumulator(self, columns: int) -> Accumulator:
         mma = self.instruction()
-        one = mma.make_fragment_C(mma.partition_shape_C((self.cores.block, self.columns))).layout
+        one = mma.make_fragment_C(mma.partition_shape_C((self.rows, self.columns))).layout
         # side by side; the layout for all of them has every second one in other lanes
         shape = (one.shape[0], 1, columns // self.columns)
         layout = cute.make_layout(shape, stride=(one.stride[0], 0, self.columns))
         tensor = cute.make_tensor(self.cores.opened().take(columns), layout)
-        return Accumulator(columns, tensor, filled(1, 0, Int32))
+        return Accumulator(self.blocks, columns, tensor, filled(1, 0, Int32))
 
     def accumulate(self, on: bool) -> None:
         self.replaces[0] = not on
@@ -221,6 +234,7 @@ class TensorProducts(Products):
 
     state: Open | None = None
     block: ClassVar[int] = 64
+    doubles: ClassVar[bool] = True
 
     def opened(self) -> Open:
         """Tensor memory after `open`."""
@@ -228,14 +242,19 @@ class TensorProducts(Products):
         return self.state
 
     def product(
-        self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
+        self,
+        dtype: Any,
+        columns: int,
+        along: tuple[bool, bool],
+        registers: bool = False,
+        double: bool = False,
     ) -> TensorProduct:
         first, second = (OperandMajorMode.K if k else OperandMajorMode.MN for k in along)
         source = tcgen05.OperandSource.TMEM if registers else tcgen05.OperandSource.SMEM
         if dtype is Float32:
             majors = OperandMajorMode.K, OperandMajorMode.K
-            return RoundedProduct(self, cutlass.TFloat32, majors, columns, source)
-        return TensorProduct(self, dtype, (first, second), columns, source)
+            return RoundedProduct(self, cutlass.TFloat32, majors, columns, source, 1 + double)
+        return TensorProduct(self, dtype, (first, second), columns, source, 1 + double)
 
     # ----------------------------------------------------------------------------------- memory
 
@@ -333,6 +352,15 @@ class TensorProducts(Products):
         for v, value in enumerate(self._values(accumulator)):
             to[v] = value
 
+    def fetched(self, accumulators: list[list[Accumulator]]) -> list[list[cute.Tensor]]:
+        found = [[self.registers(a) for a in row for _ in range(a.blocks)] for row in accumulators]
+        for row, fragments in zip(accumulators, found, strict=True):
+            blocks = [(a, n) for a in row for n in range(a.blocks)]
+            for (accumulator, n), fragment_ in zip(blocks, fragments, strict=True):
+                for v, value in enumerate(self._values(accumulator, n)):
+                    fragment_[v] = value
+        return found
+
     def total(self, accumulator: Accumulator) -> cute.Tensor:
         self.clear(accumulator)
         return filled(accumulator.columns // 2, 0.0)
@@ -342,8 +370,8 @@ class TensorProducts(Products):
             total[v] = total[v] + value
         self.clear(accumulator)
 
-    def _values(self, accumulator: Accumulator) -> list[Float32]:
-        place = self.opened().address(accumulator.tensor.iterator)
+    def _values(self, accumulator: Accumulator, block: int = 0) -> list[Float32]:
+        place = self.opened().address(accumulator.tensor.iterator) + (16 * block << LANE_SHIFT)
         return loaded(place, accumulator.columns)
 
     def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:

@@ -122,8 +122,14 @@ class WarpgroupProducts(Products):
     block: ClassVar[int] = 64
 
     def product(
-        self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
+        self,
+        dtype: Any,
+        columns: int,
+        along: tuple[bool, bool],
+        registers: bool = False,
+        double: bool = False,
     ) -> Product:
+        assert not double
         if dtype is Float32:
             assert along[1]
             return RoundedProduct(self.block, columns)

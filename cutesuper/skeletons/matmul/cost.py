@@ -133,7 +133,8 @@ def _tensor_us(plan: MatmulPlan, target: Target) -> float:
     efficiency = r.tensor_efficiency * area / (area + r.half_area)
     flops = 2.0 * (sum(areas) + r.vector_rows * n * len(plan.vector_columns)) * k
     flops *= plan.halves * (3 if plan.split else 1)  # TF32 has half the rate
-    return flops * target.sms / (target.tensor_flops * efficiency) * 1e6
+    rate = target.tensor_flops * (target.doubled if plan.doubles else 1.0)
+    return flops * target.sms / (rate * efficiency) * 1e6
 
 
 def _end(plan: MatmulPlan, target: Target) -> tuple[float, float]:

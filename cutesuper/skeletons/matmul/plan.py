@@ -343,6 +343,24 @@ class MatmulPlan(Plan[MatmulSchedule]):
         shared memory that is not contiguous along the contracted label, and no fp32 numbers."""
         return self.element_bytes == 4 and (self.split or self.column_major)
 
+    @cached_property
+    def doubles(self) -> bool:
+        """True if an instruction may take two blocks of columns at once, where there is one that
+        does: bulk loads of weights (N, K) lay 16 columns of one and 16 of the other in turn."""
+        m, _, k = self.tile
+        more = self.tails or self.vector_products or self.copied or self.gathers
+        views = [v for p in self.sections for v in p.columns.values()]
+        whole = all(p.program.dims[p.column] % COLUMN_BLOCK == 0 for p in self.sections)
+        return (
+            not more
+            and not self.column_major
+            and whole
+            and k == self.chunk
+            and self.instruction_rows % 16 == 0
+            and self.blocks_n % (2 * self.schedule.warpgroups) == 0
+            and all(len({*self.batch} & {*v.labels}) <= 1 for v in views)
+        )
+
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
         """See `Plan.in_place`: what the epilogue adds, as a sum so far, if no other output needs it

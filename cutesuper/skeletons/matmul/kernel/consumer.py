@@ -39,7 +39,8 @@ class Consumer:
     def run(self, here, outs):
         """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`, by section."""
         k, at = self.k, here.memory.ring.first()
-        registers = k.plan.multiplied // (128 * k.warpgroups)
+        # blocks of columns that are multiplied together share columns of tensor memory
+        registers = k.plan.multiplied // (128 * k.warpgroups * k.together)
         cores = k.cores.open(here.memory.cores, k.warpgroups, registers, k.dependent)
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
@@ -63,12 +64,14 @@ class Consumer:
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.main.views else inner[0]
-        product = lead.product(cores, k.dtype, rows, k.plan.turned, k.plan.gathers)
+        double = k.together > 1
+        product = lead.product(cores, k.dtype, rows, k.plan.turned, k.plan.gathers, double)
         along_hidden = [g.product(cores, k.dtype, rows, k.plan.turned) for g in inner]
         behind = [g.product(cores, k.dtype, rows) for g in self.after]
         b = product.second(memory.rows[0])
         accumulators = [
-            [product.accumulator(k.m) for _ in range(self.per_group)] for _ in range(k.results)
+            [product.accumulator(k.m) for _ in range(self.per_group // k.together)]
+            for _ in range(k.results)
         ]
         for row in accumulators:
             for acc in row:
@@ -132,13 +135,16 @@ class Consumer:
     ) -> None:
         """Issue one step for the products of the columns.
 
-        ``accumulators`` are those of ``(64, rows)``, by product and block of 64 columns.
+        ``accumulators`` are those of ``(64, rows)``, by product and block of 64 columns, or of
+        ``(128, rows)``, by two blocks.
         """
-        k = self.k
+        k, both = self.k, self.k.together
+        columns = memory.columns if both == 1 else self.main.doubled(memory.columns, k.dtype)
         for w, (_, final) in enumerate(k.plan.products):
-            a = product.first(memory.columns)
-            for i in range(self.per_group):
-                slot = stage * self.main.boxes + w * k.blocks + group + k.warpgroups * i
+            a = product.first(columns)
+            for i in range(self.per_group // both):
+                slot = stage * (self.main.boxes // both) + w * (k.blocks // both)
+                slot = slot + group + k.warpgroups * i
                 acc = accumulators[k.plan.finals[final]][i]
                 row = k.row_step(b, stage, kk)
                 product.multiply(acc, a[None, None, kk, slot], row)

@@ -87,7 +87,7 @@ class GatheredProducts:
         """A thread's numbers of a column operand, which bulk loads have rounded, or their high and
         their low parts."""
         k = self.k
-        block = here.warp // 4 + k.warpgroups * i
+        block = k.block(i, here.warp)
         slot = stage * self.main.boxes + w * k.blocks + block
         found = product.gathered(here.memory.columns, step, slot, here.thread)
         if not k.plan.split:
