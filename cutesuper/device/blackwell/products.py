@@ -40,6 +40,8 @@ from cutesuper.device.tf32 import STEP, gathered
 ALL_BARRIER, GROUP_BARRIER = 7, 8
 #: fewest columns of tensor memory that a block can have; it has a power of two
 LEAST_COLUMNS = 32
+#: most columns of one statement: one of 256 needs more registers than each of 512 threads has
+MOST_LOADED = 128
 #: place of the lane in an address of tensor memory, and for the 32 lanes of a warp
 LANE_SHIFT, LANES_SHIFT = 16, 21
 #: groups of products whose ends are told apart; a power of two
@@ -372,7 +374,11 @@ class TensorProducts(Products):
 
     def _values(self, accumulator: Accumulator, block: int = 0) -> list[Float32]:
         place = self.opened().address(accumulator.tensor.iterator) + (16 * block << LANE_SHIFT)
-        return loaded(place, accumulator.columns)
+        return [
+            value
+            for first in range(0, accumulator.columns, MOST_LOADED)
+            for value in loaded(place + first, min(MOST_LOADED, accumulator.columns - first))
+        ]
 
     def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:
         return block * self.block + (warp % 4) * 16 + half * 8 + lane // 4

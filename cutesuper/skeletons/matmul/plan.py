@@ -347,7 +347,6 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def doubles(self) -> bool:
         """True if an instruction may take two blocks of columns at once, where there is one that
         does: bulk loads of weights (N, K) lay 16 columns of one and 16 of the other in turn."""
-        m, _, k = self.tile
         more = self.tails or self.vector_products or self.copied or self.gathers
         views = [v for p in self.sections for v in p.columns.values()]
         whole = all(p.program.dims[p.column] % COLUMN_BLOCK == 0 for p in self.sections)
@@ -355,7 +354,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
             not more
             and not self.column_major
             and whole
-            and k == self.chunk
+            and self.tile[2] == self.chunk
             and self.instruction_rows % 16 == 0
             and self.blocks_n % (2 * self.schedule.warpgroups) == 0
             and all(len({*self.batch} & {*v.labels}) <= 1 for v in views)
