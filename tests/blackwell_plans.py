@@ -86,6 +86,14 @@ def rows(*kinds: str, n: int = 256, **options: Any) -> Any:
     return rows_plan(4, n, *kinds, target=B200, **({"dtype": BF16} | options))
 
 
+def double(schedule: Any = None, **fields: Any) -> Any:
+    """A small `Linear` whose instructions take two blocks of columns: weights (N, K)."""
+    small = {"m": 16, "tile_m": 16, "n": 128, "tile_n": 128, "transposed": True, "norm": False}
+    plan = few(schedule, **(small | fields))
+    assert plan.doubles
+    return plan
+
+
 def embedded() -> Any:
     """Norms of rows that an index names."""
     g = cs.new_kernel_graph()
@@ -141,6 +149,23 @@ MORE = {
     # the last piece of rows begins within the one before, and stores some of them again
     "rows stored twice": Case(
         lambda: few(norm=False, m=48, tile_m=48), races=("write", "write")
+    ),
+    "fp32": Case(lambda: few(dtype="float32", norm=False, k=64, tile_k=32)),
+    "fp32, norm": Case(lambda: few(dtype="float32")),
+    "fp32, rounded": Case(lambda: few(dtype="float32", precision="high", tile_k=32)),
+    "two blocks of columns at once": Case(double, "X @ W.T"),
+    "two blocks at once, norm": Case(
+        lambda: double(norm=True), f"(X @ W.T) / {ROOT}"
+    ),
+    "two blocks at once, two warpgroups, bulk stores": Case(
+        lambda: double(n=256, tile_n=256, m=96, tile_m=96)
+    ),
+    "two blocks at once, pairs": Case(
+        lambda: double(n=512, tile_n=256, m=128, tile_m=128, norm=True)
+    ),
+    "two blocks at once, cluster along K": Case(lambda: double(cluster=2, k=256, norm=True)),
+    "two blocks at once, fp32": Case(
+        lambda: double(dtype="float32", precision="high", tile_k=32)
     ),
     "K tiles of 128": Case(lambda: few(k=256, tile_k=128)),
     "fp16, norm": Case(lambda: few(dtype="float16")),

@@ -153,6 +153,19 @@ def numbers(kernel: Given, ptx: str, late: bool) -> torch.Tensor:
     return output.clone()
 
 
+DOUBLE, FP32 = "two blocks of columns at once", "fp32"
+
+
+@pytest.mark.ptx
+def test_two_blocks_of_columns_at_once() -> None:
+    """With half of the instructions."""
+    kernel = kernel_of(DOUBLE)
+    assert len(re.findall(r"tcgen05\.mma", kernel.ptx)) == 4  # 64 deep, 16 each
+    found = numbers(kernel, kernel.ptx, late=True)
+    x, w, _ = (t.double() for t in kernel.tensors)
+    torch.testing.assert_close(found.double(), x @ w.T, rtol=2**-8, atol=1e-5)
+
+
 GAIN, ATTENTION = "prologue", "attention"
 #: by name: the kernel, what is wrong with it, and what the machine says ("" for other numbers)
 DYNAMIC: dict[str, tuple[str, Callable[[str], str], str]] = {
@@ -186,6 +199,13 @@ DYNAMIC: dict[str, tuple[str, Callable[[str], str], str]] = {
                 lambda m: f"setp.ne.b32 {m[1]}, 0, 0;"), "",
     ),
     "a wrong instruction descriptor": (GAIN, more(r"mov\.b32\s+%r\d+, (\d{8});", 1 << 15), ""),
+    "both blocks from the lower lanes": (
+        DOUBLE, changed(r"add\.s32\s+(%r\d+), (%r\d+), 1048576;",
+                        lambda m: f"mov.b32 {m[1]}, {m[2]};"), "",
+    ),
+    "gathered numbers multiplied before they are there": (
+        FP32, without(r"tcgen05\.wait::st[^;]*;"), "nobody has waited for",
+    ),
     "an accumulator of other columns": (
         GAIN, changed(r"(\[%r\d+) \+ 0\];(?=\s*tcgen05\.wait)", lambda m: f"{m[1]} + 8];"), "",
     ),

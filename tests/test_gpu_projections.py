@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("cutlass")
 
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import current_target
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.targets import H200
 from tests import zoo
 from tests.plans import compiled, whole_mugraph
 
@@ -23,14 +23,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ptx]
 
 def one_kernel(graph: KernelGraph, dependent: bool, **knobs: Any) -> Kernel:
     """A whole graph as one kernel, with these knobs instead of the default ones."""
-    mu = whole_mugraph(graph, clusters="persistent" not in knobs)
-    plan = make_plan(mu.steps[0], mu.tensors, H200, dependent_launch=dependent)
+    target = current_target()
+    mu = whole_mugraph(graph, target, clusters="persistent" not in knobs)
+    plan = make_plan(mu.steps[0], mu.tensors, target, dependent_launch=dependent)
     assert isinstance(plan, MatmulPlan)
     schedule = replace(plan.schedule, **knobs)
-    plan = make_plan(mu.steps[0], mu.tensors, H200, schedule)
+    plan = make_plan(mu.steps[0], mu.tensors, target, schedule)
     assert isinstance(plan, MatmulPlan) and plan.beside
-    variant = Variant(mu, (CompiledStep(plan, compiled(plan)),))
-    return Kernel(graph, H200, lambda hints: variant)
+    variant = Variant(mu, (CompiledStep(plan, compiled(plan, target.arch)),))
+    return Kernel(graph, target, lambda hints: variant)
 
 
 WALK = {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3}

@@ -65,8 +65,13 @@ class GatheredProduct(Product):
 
     @abstractmethod
     def gathered(self, memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
-        """A thread's numbers of a step of the first operand in shared memory, for `multiply`;
+        """A thread's numbers of a step of the first operand in shared memory, for `bring`;
         whichever of its labels is contiguous."""
+
+    @abstractmethod
+    def bring(self, steps: list[list[Float32]]) -> list[Any]:
+        """Bring a thread's numbers of some steps to where `multiply` and `replace` take them; they
+        take the place of those before, whose products have been waited for."""
 
     @abstractmethod
     def replace(self, accumulator: Any, first: Any, second: Any) -> None:
@@ -82,13 +87,20 @@ class Products(ABC):
 
     Attributes:
         block: rows (M) of an instruction.
+        doubles: true if an instruction may take two blocks of rows, too.
     """
 
     block: ClassVar[int]
+    doubles: ClassVar[bool] = False
 
     @abstractmethod
     def product(
-        self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
+        self,
+        dtype: Any,
+        columns: int,
+        along: tuple[bool, bool],
+        registers: bool = False,
+        double: bool = False,
     ) -> Product:
         """A product with ``columns`` as its N extent.
 
@@ -96,7 +108,9 @@ class Products(ABC):
             dtype: of both operands.
             columns: elements of the second operand's free label.
             along: for each operand, true if the contracted label is its contiguous one.
-            registers: true if the first operand is in registers.
+            registers: true if threads bring the first operand.
+            double: true if the first operand has two blocks of rows, 16 of one and 16 of the other
+                in turn; only where the architecture `doubles`.
         """
 
     @abstractmethod
@@ -148,7 +162,8 @@ class Products(ABC):
         """Add to it what products have added since the last time, which have been waited for."""
 
     def fetched(self, accumulators: list[list[Any]]) -> list[list[cute.Tensor]]:
-        """Fragments of accumulators whose products have been waited for."""
+        """Fragments of accumulators whose products have been waited for, one of each block of
+        rows."""
         found = [[self.registers(a) for a in row] for row in accumulators]
         for row, fragments in zip(accumulators, found, strict=True):
             for accumulator, fragment in zip(row, fragments, strict=True):

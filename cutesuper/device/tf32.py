@@ -13,6 +13,11 @@ from cutlass import Float32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from cutesuper.device.memory import one
+
+#: numbers of a step along the contracted label, and in 16 bytes
+STEP, PIECE = 8, 4
+
 
 def split(x: Float32) -> tuple[Float32, Float32]:
     """A finite number as the sum of two of TF32, but for 2^-22 of it."""
@@ -33,6 +38,24 @@ def rounded_all(values: cute.TensorSSA) -> cute.Tensor:
     found = cute.make_rmem_tensor(values.shape, Float32)
     for n in range(cute.size(values.shape)):
         found[n] = rounded(values[n])
+    return found
+
+
+def gathered(memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
+    """A thread's four numbers of a step of the first operand in shared memory, ``[64, depth,
+    slot]``, whichever label is contiguous: rows ``16 w + l / 4 + {0, 8}`` at place ``l % 4`` of the
+    step, then the same at ``l % 4 + 4``."""
+    lane, layout, found = thread % 32, memory.layout, list[Float32]()
+    row = thread // 32 % 4 * 16 + lane // 4
+    first = cute.recast_ptr(memory.iterator, dtype=Float32)  # without its swizzle
+    base = cute.crd2idx((0, 0, slot), layout)
+    for place in (0, 4):
+        for half in (0, 8):
+            depth = STEP * step + lane % 4 + place
+            at = cute.crd2idx((row + half, depth, 0), layout)
+            piece = at // PIECE
+            at = (piece ^ (piece // 8 % 8)) * PIECE + at % PIECE
+            found.append(one(first + (base + at))[0])
     return found
 
 

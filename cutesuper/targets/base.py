@@ -180,6 +180,8 @@ class Target:
         bandwidth: device memory, bytes/s, reading.
         l2_bandwidth: L2 to the SMs, bytes/s.
         tensor_flops: dense 16-bit multiply-adds (as 2 operations) per second.
+        doubled: factor on it for products whose instructions take two blocks of columns
+            (`skeletons.matmul.plan.MatmulPlan.doubles`).
         launch_us: fixed cost of a kernel in a graph, latency of its first loads included,
             microseconds.
         rates: the fitted constants of the cost model.
@@ -189,7 +191,6 @@ class Target:
         settings: folder of the measured settings, below ``schedules``; see `targets.settings`.
         accumulators: most fp32 accumulators of a block where they have a memory of their own; None
             where they are registers.
-        rounds_fp32: True if its building blocks multiply fp32 operands as TF32, at half the rate.
     """
 
     name: str
@@ -211,7 +212,7 @@ class Target:
     rows: RowRates
     settings: str
     accumulators: int | None = None
-    rounds_fp32: bool = False
+    doubled: float = 1.0
 
     @property
     def sm_shared_bytes(self) -> int:

@@ -27,7 +27,7 @@ B200 = replace(
     wide=replace(WIDE, tensor_flops=TENSOR_FLOPS),
     # 512 columns of tensor memory for instructions of 64 rows
     accumulators=512 * 64,
-    rounds_fp32=False,
+    doubled=2.0,
 )
 
 #: B300: the same in dense 16-bit products and in bandwidth, with more memory

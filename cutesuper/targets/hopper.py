@@ -190,7 +190,6 @@ H200 = Target(
     attention=ATTENTION,
     rows=ROWS,
     settings=SETTINGS,
-    rounds_fp32=True,
 )
 
 #: H100 SXM: the same chip with 3.35 TB/s of memory (datasheet; about 90% of it is reachable).

@@ -680,12 +680,13 @@ static void read_operand(block *b, uint64_t d, int kind, int across, int first, 
 }
 
 /* A step of 8 products of TF32 numbers, which are exact: their sum with the accumulator, rounded
- * toward zero. */
-static float cut_off(const float *a, const float *b, int columns, float sign, float before)
+ * toward zero. Measured of WGMMA; tcgen05 is taken to do the same. */
+static float cut_off(const float *a, uint32_t rows, const float *b, int columns, float sign,
+                     float before)
 {
     double sum = before;
-    for (int k = 0; k < 8; k++)
-        sum += (double)(a[k * 16] * sign) * b[k * columns];
+    for (uint32_t k = 0; k < 8; k++)
+        sum += (double)(a[k * rows] * sign) * b[(int)k * columns];
     float found = (float)sum;
     if (fabs((double)found) > fabs(sum) && isfinite(found))
         found = nextafterf(found, 0);
@@ -729,7 +730,7 @@ static void run_product(product *q)
             uint64_t *d = r + (uint64_t)o[j] * LANES + lane;
             float before = q->scale ? as_f32((uint32_t)*d) : 0.0f;
             if (kind == 2)
-                sum[n] = cut_off(a + row, bs + n, columns, sign, before);
+                sum[n] = cut_off(a + row, 16, bs + n, columns, sign, before);
             else
                 sum[n] += before;
             *d = of_f32(sum[n]);
@@ -898,7 +899,7 @@ static uint32_t lane_of(uint32_t row, uint32_t rows)
     return rows == 64 ? row / 16 * 32 + row % 16 : row;
 }
 
-/* extra: 0 a commit, 1 A in tensor memory */
+/* extra: 0 a commit, 1 A in tensor memory, 2 elements of TF32 */
 static void run_issued(issued *q)
 {
     M.b = q->b, M.now = q->i, M.now_warp = (int)(q->w - q->b->warps);
@@ -907,25 +908,29 @@ static void run_issued(issued *q)
         return;
     }
     uint32_t rows = rows_of(q->shape), count = columns_of(q->shape);
-    int kind = q->shape >> 7 & 7;
+    int kind = q->shape >> 7 & 7, ks = kind == 2 ? 8 : 16;
     static __thread float a[16 * ROWS], bs[16 * 256];
     if (q->i->extra[1])
         for (uint32_t row = 0; row < rows; row++)
-            for (int k = 0; k < 16; k++) {
-                uint32_t word = q->b->tensor[lane_of(row, rows) * COLUMNS + (uint32_t)q->a + k / 2];
-                a[k * rows + row] = from16(kind, (uint16_t)(word >> 16 * (k % 2)));
+            for (int k = 0; k < ks; k++) {
+                uint32_t *words = q->b->tensor + lane_of(row, rows) * COLUMNS + (uint32_t)q->a;
+                a[k * rows + row] = kind == 2 ? as_f32(words[k] & 0xffffe000u)
+                                              : from16(kind, (uint16_t)(words[k / 2] >> 16 * (k % 2)));
             }
     else
-        read_operand(q->b, q->a, kind, q->shape >> 15 & 1, 0, (int)rows, 16, a);
-    read_operand(q->b, q->bd, kind, q->shape >> 16 & 1, 0, (int)count, 16, bs);
+        read_operand(q->b, q->a, kind, q->shape >> 15 & 1, 0, (int)rows, ks, a);
+    read_operand(q->b, q->bd, kind, q->shape >> 16 & 1, 0, (int)count, ks, bs);
     for (uint32_t row = 0; row < rows; row++) {
         float sum[256] = { 0 };
-        for (int k = 0; k < 16; k++)
+        uint32_t *d = q->b->tensor + lane_of(row, rows) * COLUMNS + q->d;
+        for (int k = 0; k < ks && kind != 2; k++)
             for (uint32_t n = 0; n < count; n++)
                 sum[n] += a[k * rows + row] * bs[k * count + n];
-        uint32_t *d = q->b->tensor + lane_of(row, rows) * COLUMNS + q->d;
-        for (uint32_t n = 0; n < count; n++)
-            d[n] = of_f32(sum[n] + (q->adds ? as_f32(d[n]) : 0.0f));
+        for (uint32_t n = 0; n < count; n++) {
+            float before = q->adds ? as_f32(d[n]) : 0.0f;
+            d[n] = of_f32(kind == 2 ? cut_off(a + row, rows, bs + n, (int)count, 1, before)
+                                    : sum[n] + before);
+        }
     }
     for (int quarter = 0; quarter < QUARTERS; quarter++)
         for (uint32_t n = 0; n < count; n++)
@@ -937,7 +942,8 @@ static void issue(issued q)
     if (!q.i->extra[0]) {
         uint32_t rows = rows_of(q.shape), count = columns_of(q.shape);
         if ((rows != 64 && rows != 128) || count == 0 || count > 256 || (q.shape >> 4 & 3) != 1
-            || (q.shape >> 7 & 7) > 1 || (q.shape >> 10 & 7) != (q.shape >> 7 & 7)
+            || (q.i->extra[2] ? (q.shape >> 7 & 7) != 2 : (q.shape >> 7 & 7) > 1)
+            || (q.shape >> 10 & 7) != (q.shape >> 7 & 7)
             || (rows == 128 && count % 16))
             fail("a product of shape %#x", q.shape);
         hand_over(q.b, q.w, q.d, count);

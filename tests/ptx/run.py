@@ -238,9 +238,9 @@ def _tensor(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
         return "tensor.move", (int(move[2]), int(move[3]), int(move[1] == "st"))
     one = ".cta_group::1" in name and "multicast" not in name
     if kind == "commit" and one:
-        return "tensor.issue", (1, 0)
-    if kind == "mma" and one and ".kind::f16" in name:
-        return "tensor.issue", (0, int(i.text.count("[") == 2))
+        return "tensor.issue", (1, 0, 0)
+    if kind == "mma" and one and (elements := re.search(r"\.kind::(f16|tf32)", name)):
+        return "tensor.issue", (0, int(i.text.count("[") == 2), int(elements[1] == "tf32"))
     return None
 
 

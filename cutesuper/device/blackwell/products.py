@@ -1,10 +1,14 @@
 """Tensor-core products of Blackwell: tcgen05, whose accumulators are columns of tensor memory.
 
-The first operand has 64 rows (M) and lies in shared memory, as the second one, which has 8 to 256
-(N). The first warp of a consumer warpgroup issues its products, one thread of it each; a group of
-products ends with a commit, an arrival on a barrier once all of them are done. An accumulator
-``[64, N]`` takes N columns of tensor memory, 16 lanes of each warp. Loads of 16 lanes and 256 bits
-leave it in the order of WGMMA (`device.hopper.products`).
+The first operand has 64 or 128 rows (M) and lies in shared memory, as the second one, which has 8
+to 256 (N). The first warp of a consumer warpgroup issues its products, one thread of it each; a
+group of products ends with a commit, an arrival on a barrier once all of them are done. An
+accumulator ``[64, N]`` takes N columns of tensor memory, 16 lanes of each warp. Loads of 16 lanes
+and 256 bits leave it in the order of WGMMA (`device.hopper.products`).
+
+An accumulator ``[128, N]`` has all 32 lanes of each warp. If 16 rows of one block and 16 of another
+take turns in the first operand, the lower lanes of all warps are an accumulator of the first block,
+and the upper ones of the second. Such products run at twice the rate.
 
 Source: NVIDIA, Parallel Thread Execution ISA 8.8, tcgen05.
 """
@@ -28,15 +32,18 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.fragments import filled, fragment
 from cutesuper.device.launch import wait_for_predecessor
-from cutesuper.device.products import Product, Products
+from cutesuper.device.products import GatheredProduct, Product, Products
+from cutesuper.device.tf32 import STEP, gathered
 
 #: named barriers of this module: of all consumers, and the first of the warpgroups, which have one
 #: each
 ALL_BARRIER, GROUP_BARRIER = 7, 8
 #: fewest columns of tensor memory that a block can have; it has a power of two
 LEAST_COLUMNS = 32
-#: place of the lane in an address of tensor memory, for the 32 lanes of a warp
-LANES_SHIFT = 21
+#: most columns of one statement: one of 256 needs more registers than each of 512 threads has
+MOST_LOADED = 128
+#: place of the lane in an address of tensor memory, and for the 32 lanes of a warp
+LANE_SHIFT, LANES_SHIFT = 16, 21
 #: groups of products whose ends are told apart; a power of two
 GROUPS = 4
 
@@ -66,14 +73,16 @@ class TensorMemory:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """fp32 accumulators ``[64, columns]`` in tensor memory.
+    """fp32 accumulators of one or two blocks of 64 rows in tensor memory.
 
     Attributes:
+        blocks: of rows, each in 16 lanes of every warp.
         columns: of the accumulator.
         tensor: as products take it.
         filled: one register: 0 if the next product replaces what is there (Int32).
     """
 
+    blocks: int
     columns: int
     tensor: cute.Tensor
     filled: cute.Tensor
@@ -120,6 +129,7 @@ class TensorProduct(Product):
         majors: of the operands.
         columns: of the second operand.
         source: of the first operand: shared or tensor memory.
+        blocks: of 64 rows.
         replaces: True in a list if products replace accumulators; changed by `accumulate`.
     """
 
@@ -128,13 +138,19 @@ class TensorProduct(Product):
     majors: tuple[Any, Any]
     columns: int
     source: tcgen05.OperandSource
+    blocks: int = 1
     replaces: list[bool] = field(default_factory=lambda: [False])
+
+    @property
+    def rows(self) -> int:
+        """Rows of the instruction."""
+        return self.blocks * self.cores.block
 
     def instruction(self) -> cute.TiledMma:
         """The instruction: another one each time, since a flag of a run-time loop stays inside."""
         return sm100.make_trivial_tiled_mma(
             self.dtype, self.dtype, *self.majors, Float32, tcgen05.CtaGroup.ONE,
-            (self.cores.block, self.columns), self.source,
+            (self.rows, self.columns), self.source,
         )  # fmt: skip
 
     def first(self, memory: cute.Tensor) -> cute.Tensor:
@@ -147,12 +163,12 @@ class TensorProduct(Product):
 
     def accumulator(self, columns: int) -> Accumulator:
         mma = self.instruction()
-        one = mma.make_fragment_C(mma.partition_shape_C((self.cores.block, self.columns))).layout
+        one = mma.make_fragment_C(mma.partition_shape_C((self.rows, self.columns))).layout
         # side by side; the layout for all of them has every second one in other lanes
         shape = (one.shape[0], 1, columns // self.columns)
         layout = cute.make_layout(shape, stride=(one.stride[0], 0, self.columns))
         tensor = cute.make_tensor(self.cores.opened().take(columns), layout)
-        return Accumulator(columns, tensor, filled(1, 0, Int32))
+        return Accumulator(self.blocks, columns, tensor, filled(1, 0, Int32))
 
     def accumulate(self, on: bool) -> None:
         self.replaces[0] = not on
@@ -178,6 +194,38 @@ class TensorProduct(Product):
 
 
 @dataclass(frozen=True)
+class RoundedProduct(TensorProduct, GatheredProduct):
+    """The same for TF32 operands. What threads gather goes to tensor memory.
+
+    Attributes:
+        place: in a list, the columns that `bring` has taken.
+    """
+
+    place: list[cute.Pointer] = field(default_factory=list[cute.Pointer])
+
+    def gathered(self, memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
+        return gathered(memory, step, slot, thread)
+
+    def bring(self, steps: list[list[Float32]]) -> list[Any]:
+        cores, mma = self.cores.opened(), self.instruction()
+        if not self.place:
+            self.place.append(cores.take(STEP * len(steps)))
+        [place] = self.place
+        store([word for words in steps for word in words], cores.address(place))
+        shape = mma.partition_shape_A((self.cores.block, STEP * len(steps)))
+        first = cute.recast_ptr(place, dtype=self.dtype)
+        operand = cute.make_tensor(first, mma.make_fragment_A(shape).layout)
+        return [operand[None, None, n] for n in range(len(steps))]
+
+    def replace(self, accumulator: Accumulator, first: Any, second: Any) -> None:
+        accumulator.filled[0] = Int32(0)
+        self.multiply(accumulator, first, second)
+
+    def settle(self, accumulator: Accumulator) -> None:
+        pass
+
+
+@dataclass(frozen=True)
 class TensorProducts(Products):
     """tcgen05: the first warp of each consumer warpgroup issues; consumer warps are the first of
     the block.
@@ -188,6 +236,7 @@ class TensorProducts(Products):
 
     state: Open | None = None
     block: ClassVar[int] = 64
+    doubles: ClassVar[bool] = True
 
     def opened(self) -> Open:
         """Tensor memory after `open`."""
@@ -195,11 +244,19 @@ class TensorProducts(Products):
         return self.state
 
     def product(
-        self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
+        self,
+        dtype: Any,
+        columns: int,
+        along: tuple[bool, bool],
+        registers: bool = False,
+        double: bool = False,
     ) -> TensorProduct:
         first, second = (OperandMajorMode.K if k else OperandMajorMode.MN for k in along)
         source = tcgen05.OperandSource.TMEM if registers else tcgen05.OperandSource.SMEM
-        return TensorProduct(self, dtype, (first, second), columns, source)
+        if dtype is Float32:
+            majors = OperandMajorMode.K, OperandMajorMode.K
+            return RoundedProduct(self, cutlass.TFloat32, majors, columns, source, 1 + double)
+        return TensorProduct(self, dtype, (first, second), columns, source, 1 + double)
 
     # ----------------------------------------------------------------------------------- memory
 
@@ -297,6 +354,15 @@ class TensorProducts(Products):
         for v, value in enumerate(self._values(accumulator)):
             to[v] = value
 
+    def fetched(self, accumulators: list[list[Accumulator]]) -> list[list[cute.Tensor]]:
+        found = [[self.registers(a) for a in row for _ in range(a.blocks)] for row in accumulators]
+        for row, fragments in zip(accumulators, found, strict=True):
+            blocks = [(a, n) for a in row for n in range(a.blocks)]
+            for (accumulator, n), fragment_ in zip(blocks, fragments, strict=True):
+                for v, value in enumerate(self._values(accumulator, n)):
+                    fragment_[v] = value
+        return found
+
     def total(self, accumulator: Accumulator) -> cute.Tensor:
         self.clear(accumulator)
         return filled(accumulator.columns // 2, 0.0)
@@ -306,9 +372,13 @@ class TensorProducts(Products):
             total[v] = total[v] + value
         self.clear(accumulator)
 
-    def _values(self, accumulator: Accumulator) -> list[Float32]:
-        place = self.opened().address(accumulator.tensor.iterator)
-        return loaded(place, accumulator.columns)
+    def _values(self, accumulator: Accumulator, block: int = 0) -> list[Float32]:
+        place = self.opened().address(accumulator.tensor.iterator) + (16 * block << LANE_SHIFT)
+        return [
+            value
+            for first in range(0, accumulator.columns, MOST_LOADED)
+            for value in loaded(place + first, min(MOST_LOADED, accumulator.columns - first))
+        ]
 
     def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:
         return block * self.block + (warp % 4) * 16 + half * 8 + lane // 4
@@ -325,10 +395,11 @@ def store(words: list[Any], address: Any, *, loc: Any = None, ip: Any = None) ->
         lines.append(f"{name} [${len(words)} + {first}], {{{registers}}};")
         at += width // 2
     lines.append("tcgen05.wait::st.sync.aligned;")
+    given = [x if isinstance(x, Float32) else Int32(x) for x in (*words, address)]
     llvm.inline_asm(
-        None, [Int32(x).ir_value(loc=loc, ip=ip) for x in (*words, address)], "\n".join(lines),
-        ",".join("r" * (len(words) + 1)), has_side_effects=True, is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        None, [x.ir_value(loc=loc, ip=ip) for x in given], "\n".join(lines),
+        ",".join("f" if isinstance(x, Float32) else "r" for x in given), has_side_effects=True,
+        is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutesuper.device.barriers import Barriers
 from cutesuper.device.hopper import tf32
 from cutesuper.device.products import GatheredProduct, Product, Products
+from cutesuper.device.tf32 import gathered
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ class RoundedProduct(GatheredProduct):
         return tf32.Steps(memory)
 
     def gathered(self, memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
-        return tf32.gathered(memory, step, slot, thread)
+        return gathered(memory, step, slot, thread)
+
+    def bring(self, steps: list[list[Float32]]) -> list[Any]:
+        return steps
 
     def accumulator(self, columns: int) -> cute.Tensor:
         assert columns == self.columns
@@ -118,10 +122,16 @@ class WarpgroupProducts(Products):
     block: ClassVar[int] = 64
 
     def product(
-        self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
+        self,
+        dtype: Any,
+        columns: int,
+        along: tuple[bool, bool],
+        registers: bool = False,
+        double: bool = False,
     ) -> Product:
+        assert not double
         if dtype is Float32:
-            assert along[1] and not registers
+            assert along[1]
             return RoundedProduct(self.block, columns)
         first, second = (OperandMajorMode.K if k else OperandMajorMode.MN for k in along)
         source = (warpgroup.OperandSource.RMEM,) if registers else ()

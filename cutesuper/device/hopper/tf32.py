@@ -1,8 +1,8 @@
 """Products of fp32 operands on Hopper: WGMMA of TF32 numbers, 8 along the contracted label a step.
 
 The instruction ignores the 13 last bits of fp32, and takes from shared memory what is contiguous
-along the contracted label. The first operand may be in registers, where threads bring it from
-shared memory in either order; see `device.tf32` for how they round it.
+along the contracted label. The first operand may be in registers, to which threads bring it; see
+`device.tf32`.
 
 The sums of a step are cut off, not rounded. Where that counts, sums of a few steps are added up by
 ordinary instructions.
@@ -20,10 +20,8 @@ from cutlass import Float32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from cutesuper.device.memory import one
+from cutesuper.device.tf32 import STEP
 
-#: numbers of a step along the contracted label, and in 16 bytes
-STEP, PIECE = 8, 4
 #: a matrix descriptor beside its address: 128-byte swizzle, 8 rows every 1024 bytes
 SWIZZLED = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
 
@@ -44,23 +42,6 @@ class Steps:
         offset = cute.crd2idx((0, STEP * step, slot), self.memory.layout)
         address = self.memory.iterator.toint() + 4 * offset
         return Int64(address >> 4 & 0x3FFF) | Int64(SWIZZLED)
-
-
-def gathered(memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
-    """A thread's four numbers of the first operand, whichever label is contiguous: rows
-    ``16 w + l / 4 + {0, 8}`` at place ``l % 4`` of the step, then the same at ``l % 4 + 4``."""
-    lane, layout, found = thread % 32, memory.layout, list[Float32]()
-    row = thread // 32 % 4 * 16 + lane // 4
-    first = cute.recast_ptr(memory.iterator, dtype=Float32)  # without its swizzle
-    base = cute.crd2idx((0, 0, slot), layout)
-    for place in (0, 4):
-        for half in (0, 8):
-            depth = STEP * step + lane % 4 + place
-            at = cute.crd2idx((row + half, depth, 0), layout)
-            piece = at // PIECE
-            at = (piece ^ (piece // 8 % 8)) * PIECE + at % PIECE
-            found.append(one(first + (base + at))[0])
-    return found
 
 
 def issue(accumulator: cute.Tensor, first: Any, second: Int64, adds: bool) -> None:

@@ -131,7 +131,7 @@ def _tensor_us(plan: MatmulPlan, target: Target) -> float:
     areas = [m * n] * len(plan.products) + [m * t.padded for t in plan.tails for _ in t.products]
     flops = 2.0 * (sum(areas) + r.vector_rows * n * len(plan.vector_columns)) * k
     flops *= plan.halves * (3 if plan.split else 1)  # TF32 has half the rate
-    return multiplied_us(flops, max(areas), target)
+    return multiplied_us(flops, max(areas), target) / (target.doubled if plan.doubles else 1.0)
 
 
 def multiplied_us(flops: float, area: int, target: Target) -> float:

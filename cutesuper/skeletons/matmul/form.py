@@ -222,7 +222,7 @@ def matmul_form(
     staged = [op for op in program.of_kind(LOAD) if _staged(op, form)]
     check_one_type(region, staged)
     element = region.input_dtypes[staged[0].attributes["tensor"]]
-    _check_element(region, form, element, target)
+    _check_element(region, form, element)
     few = _has_few_tiles(program, form, target)
     return replace(form, few_tiles=few, element_bytes=element.itemsize)
 
@@ -410,15 +410,10 @@ def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
         )
 
 
-def _check_element(region: Region, form: MatmulForm, element: DType, target: Target) -> None:
+def _check_element(region: Region, form: MatmulForm, element: DType) -> None:
     """Check that the tensor cores take operands of this type, in this form. Raises SearchError."""
     if element.itemsize == 2:
         return
-    if element.name != "float32" or not target.rounds_fp32:
-        raise SearchError(
-            f"matmul in {element}: the tensor cores take float16 and bfloat16; convert the "
-            "operands to one of them"
-        )
     if len(region.precisions) > 1:
         raise SearchError(f"products of {' and '.join(region.precisions)} precision in one kernel")
     if form.turned or form.hidden or form.vectors:

@@ -343,6 +343,23 @@ class MatmulPlan(Plan[MatmulSchedule]):
         shared memory that is not contiguous along the contracted label, and no fp32 numbers."""
         return self.element_bytes == 4 and (self.split or self.column_major)
 
+    @cached_property
+    def doubles(self) -> bool:
+        """True if an instruction may take two blocks of columns at once, where there is one that
+        does: bulk loads of weights (N, K) lay 16 columns of one and 16 of the other in turn."""
+        more = self.tails or self.vector_products or self.copied or self.gathers
+        views = [v for p in self.sections for v in p.columns.values()]
+        whole = all(p.program.dims[p.column] % COLUMN_BLOCK == 0 for p in self.sections)
+        return (
+            not more
+            and not self.column_major
+            and whole
+            and self.tile[2] == self.chunk
+            and self.instruction_rows % 16 == 0
+            and self.blocks_n % (2 * self.schedule.warpgroups) == 0
+            and all(len({*self.batch} & {*v.labels}) <= 1 for v in views)
+        )
+
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
         """See `Plan.in_place`: what the epilogue adds, as a sum so far, if no other output needs it
@@ -473,8 +490,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def accumulators(self) -> int:
         """fp32 values that the consumers of a block hold for the products of rows."""
         m, n, _ = self.tile
-        sums = n * len(self.finals) * (1 + self.split)
-        return m * (sums + COLUMN_BLOCK * self.hidden_blocks)
+        return m * (n * len(self.finals) + COLUMN_BLOCK * self.hidden_blocks) + self.added
 
     @cached_property
     def vector_accumulators(self) -> int:
@@ -482,11 +498,23 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return MAX_VECTORS * self.tile[1] * len(self.vector_columns)
 
     @property
-    def thread_accumulators(self) -> int:
-        """fp32 values that each thread of the consumers holds, with what it gathers of a chunk."""
+    def added(self) -> int:
+        """Those of them that ordinary instructions add up, of split operands."""
+        m, n, _ = self.tile
+        return m * n * len(self.finals) * self.split
+
+    @property
+    def multiplied(self) -> int:
+        """32-bit numbers of a block that products read and write, with what threads gather of a
+        chunk."""
         words = COLUMN_BLOCK * self.chunk * self.blocks_n * len(self.products) * (1 + self.split)
-        held = self.accumulators + self.vector_accumulators + words * self.gathers
-        return held // (128 * self.schedule.warpgroups)
+        sums = self.accumulators - self.added + self.vector_accumulators
+        return sums + words * self.gathers
+
+    @property
+    def thread_accumulators(self) -> int:
+        """Those that each thread of the consumers holds, with what it adds up."""
+        return (self.multiplied + self.added) // (128 * self.schedule.warpgroups)
 
     @cached_property
     def iterations(self) -> int:
@@ -811,12 +839,6 @@ def _bad_parts(plan: MatmulPlan) -> str:
 def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
     """The limit that a plan exceeds with its schedule; None if there is none."""
     s = plan.schedule
-    if plan.element_bytes == 4 and not target.rounds_fp32:
-        return Limit(
-            "element types that the tensor cores do not take",
-            f"products of float32 operands are not lowered for {target.name}; convert them to "
-            "float16 or bfloat16",
-        )
     if plan.registers is not None and s.warpgroups != 2:
         return Limit(
             "accumulators exceed the registers",
@@ -831,9 +853,8 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{each} accumulators of a thread, which has {plan.registers[0]} registers beside "
             f"{plan.helpers} helper warps; use a smaller tile",
         )
-    held = plan.accumulators + plan.vector_accumulators
     waits = plan.cluster_size * s.share_rows > 1 or plan.parts > 1
-    if limit := exceeded_accumulators(plan, held, waits, target):
+    if limit := exceeded_accumulators(plan, plan.multiplied, waits, target):
         return limit
     unit = ROW_BOX if plan.turned else ROW_UNIT
     if plan.instruction_rows % unit:

@@ -144,8 +144,9 @@ class SumsConsumer:
             if tile == span.first + span.count:
                 tile = Int32(0) + span.first
         cores.wait(0)
-        for accumulator, result in zip(r.sums, r.results, strict=True):
-            cores.add(accumulator, result)
+        if span.total > 0:
+            for accumulator, result in zip(r.sums, r.results, strict=True):
+                cores.add(accumulator, result)
         cores.close(plan.schedule.row_groups)
         self.store(r, rows, thread)
 

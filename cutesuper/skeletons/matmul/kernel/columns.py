@@ -50,9 +50,18 @@ class ColumnGroup:
         """True if the column label is the contiguous one (weights stored (K, N))."""
         return next(iter(self.views.values())).stride(self.column) == 1
 
-    def product(self, cores: Products, dtype: Any, rows: int, turned: bool = False) -> Product:
-        """The product with ``rows`` as its N extent; ``turned``: see `MatmulPlan.turned`."""
-        return cores.product(dtype, rows, (not self.column_major, not turned))
+    def product(
+        self,
+        cores: Products,
+        dtype: Any,
+        rows: int,
+        turned: bool = False,
+        gathers: bool = False,
+        double: bool = False,
+    ) -> Product:
+        """The product with ``rows`` as its N extent; see `MatmulPlan.turned`, ``gathers`` and
+        ``doubles``."""
+        return cores.product(dtype, rows, (not self.column_major, not turned), gathers, double)
 
     def layout(self, dtype: Any, boxes: int) -> cute.ComposedLayout:
         """Layout of some boxes ``[width, depth, box]`` in shared memory, swizzled."""
@@ -65,6 +74,20 @@ class ColumnGroup:
         if self.width == COLUMN_BLOCK:
             return self.layout(dtype, boxes)
         return self._narrow(dtype, COLUMN_BLOCK, boxes)
+
+    def double_layout(self, dtype: Any, boxes: int) -> cute.ComposedLayout:
+        """Layout of the same memory, ``[16, 2, 4, depth, two boxes]``: 16 columns of one block and
+        16 of the next take turns."""
+        one = operand_layout(dtype, (2 * self.width, self.depth), 1, True)
+        strides = self.depth * 16, self.depth * 32, 1, self.depth * 2 * self.width
+        layout = cute.make_layout((16, 2, 4, self.depth, boxes // 2), stride=(self.depth, *strides))
+        return cute.make_composed_layout(one.inner, 0, layout)
+
+    def doubled(self, memory: cute.Tensor, dtype: Any) -> cute.Tensor:
+        """Some boxes as an instruction reads two of them, ``[128, depth, two boxes]``."""
+        boxes = cute.size(memory, mode=[2])
+        layout = operand_layout(dtype, (2 * self.width, self.depth), boxes // 2, True)
+        return cute.make_tensor(memory.iterator, layout.outer)
 
     def _narrow(self, dtype: Any, columns: int, boxes: int) -> cute.ComposedLayout:
         """Boxes of ``width`` columns one after the other, seen ``columns`` wide."""

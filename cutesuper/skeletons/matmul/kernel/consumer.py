@@ -39,9 +39,9 @@ class Consumer:
     def run(self, here, outs):
         """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`, by section."""
         k, at = self.k, here.memory.ring.first()
-        cores = k.cores.open(
-            here.memory.cores, k.warpgroups, k.plan.thread_accumulators, k.dependent
-        )
+        # blocks of columns that are multiplied together share columns of tensor memory
+        registers = k.plan.multiplied // (128 * k.warpgroups * k.together)
+        cores = k.cores.open(here.memory.cores, k.warpgroups, registers, k.dependent)
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(here.tensors)
             for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
@@ -64,12 +64,14 @@ class Consumer:
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.main.views else inner[0]
-        product = lead.product(cores, k.dtype, rows, k.plan.turned)
+        double = k.together > 1
+        product = lead.product(cores, k.dtype, rows, k.plan.turned, k.plan.gathers, double)
         along_hidden = [g.product(cores, k.dtype, rows, k.plan.turned) for g in inner]
         behind = [g.product(cores, k.dtype, rows) for g in self.after]
         b = product.second(memory.rows[0])
         accumulators = [
-            [product.accumulator(k.m) for _ in range(self.per_group)] for _ in range(k.results)
+            [product.accumulator(k.m) for _ in range(self.per_group // k.together)]
+            for _ in range(k.results)
         ]
         for row in accumulators:
             for acc in row:
@@ -113,7 +115,8 @@ class Consumer:
         self.epilogue.tile_store.ask(here, outs[0], False)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.run(cores, behind, accumulators, hidden, here)
-        sums, of_vectors = cores.fetched(totals), cores.fetched(vectors.accumulators)
+        sums = self.gathered.sums(cores, accumulators, totals)
+        of_vectors = cores.fetched(vectors.accumulators)
         for n, epilogue in enumerate(self.epilogues):
             if here.tile.section == n:
                 epilogue.run(sums, of_vectors, here, outs[n])
@@ -132,13 +135,16 @@ class Consumer:
     ) -> None:
         """Issue one step for the products of the columns.
 
-        ``accumulators`` are those of ``(64, rows)``, by product and block of 64 columns.
+        ``accumulators`` are those of ``(64, rows)``, by product and block of 64 columns, or of
+        ``(128, rows)``, by two blocks.
         """
-        k = self.k
+        k, both = self.k, self.k.together
+        columns = memory.columns if both == 1 else self.main.doubled(memory.columns, k.dtype)
         for w, (_, final) in enumerate(k.plan.products):
-            a = product.first(memory.columns)
-            for i in range(self.per_group):
-                slot = stage * self.main.boxes + w * k.blocks + group + k.warpgroups * i
+            a = product.first(columns)
+            for i in range(self.per_group // both):
+                slot = stage * (self.main.boxes // both) + w * (k.blocks // both)
+                slot = slot + group + k.warpgroups * i
                 acc = accumulators[k.plan.finals[final]][i]
                 row = k.row_step(b, stage, kk)
                 product.multiply(acc, a[None, None, kk, slot], row)

@@ -51,6 +51,7 @@ class Known:
         consumers, helpers: warps of these roles; the producer is the warp behind them.
         cluster: blocks that share the contracted label.
         blocks: of 64 columns in a tile.
+        together: of them that an instruction takes: 1, or 2 where they lie alternating.
         chunks: pieces of 128 bytes along the contracted label in a tile.
         values: accumulators of one thread and column.
         columns: that this block finishes.
@@ -73,6 +74,7 @@ class Known:
     helpers: int
     cluster: int
     blocks: int
+    together: int
     chunks: int
     values: int
     columns: int
@@ -85,10 +87,12 @@ class Known:
         extents, s = Extents(plan.program, plan.arguments), plan.schedule
         m, n, k = plan.tile
         wide = plan.element_bytes > 2 or any(plan.itemsize(o.view) > 2 for o in plan.outputs)
+        cores = products()
+        together = 1 + (plan.doubles and cores.doubles)
         return Known(
-            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=not wide), m, n, k,
+            plan, cores, extents, ELEMENT[plan.dtype], DeviceMath(fast=not wide), m, n, k,
             column_groups(plan), s.stages, s.warpgroups, 4 * s.warpgroups, plan.helpers,
-            plan.cluster, plan.blocks_n, k // plan.chunk, m // 4, n // plan.cluster,
+            plan.cluster, plan.blocks_n, together, k // plan.chunk, m // 4, n // plan.cluster,
             len(plan.finals), s.dependent_launch,
         )  # fmt: skip
 
@@ -96,6 +100,13 @@ class Known:
     def producer(self) -> int:
         """Index of the producer warp."""
         return self.consumers + self.helpers
+
+    def block(self, i: int, warp: Any) -> Any:
+        """The ``i``-th block of columns of a consumer warp's warpgroup."""
+        group = warp // 4
+        if self.together == 1:
+            return group + self.warpgroups * i
+        return 2 * (group + self.warpgroups * (i // 2)) + i % 2
 
     def row_values_meeting(self) -> Meeting:
         """The barrier of the row values: helpers have written them, consumers wait for them."""

@@ -118,7 +118,7 @@ class Epilogue:
         for w in cutlass.range_constexpr(k.results):
             for i in cutlass.range_constexpr(len(accumulators[w])):
                 words = cute.recast_tensor(accumulators[w][i], Int32)
-                block = here.warp // 4 + k.warpgroups * i
+                block = k.block(i, here.warp)
                 for half in cutlass.range_constexpr(2):
                     n = self.leaves.column_in_tile(block, half, here)
                     slot = self.slot(here.tile.rank, w, n % k.columns, here.quarter)
@@ -131,7 +131,7 @@ class Epilogue:
         for w in cutlass.range_constexpr(len(vectors)):
             for i in cutlass.range_constexpr(len(vectors[w])):
                 for half in cutlass.range_constexpr(2):
-                    block = here.warp // 4 + k.warpgroups * i
+                    block = k.block(i, here.warp)
                     n = self.leaves.column_in_tile(block, half, here)
                     self.vectors.send(vectors, w, i, half, n, here)
 
@@ -205,7 +205,7 @@ class Epilogue:
         """Store a tile that is complete in this block."""
         k = self.k
         for i in cutlass.range_constexpr(len(accumulators[0])):
-            block = here.warp // 4 + k.warpgroups * i
+            block = k.block(i, here.warp)
             for half in cutlass.range_constexpr(2):
                 n = here.tile.column * k.n + self.leaves.column_in_tile(block, half, here)
                 sums = self.own(accumulators, vectors, i, half, here)
@@ -223,7 +223,7 @@ class Epilogue:
             tile = cute.recast_ptr(here.memory.columns.iterator, dtype=dtype)
             k.consumers_meet()  # every warpgroup has read its last stage, or stored its rows
             for i in cutlass.range_constexpr(len(accumulators[0])):
-                block = here.warp // 4 + k.warpgroups * i
+                block = k.block(i, here.warp)
                 for half in cutlass.range_constexpr(2):
                     column = self.leaves.column_in_tile(block, half, here)
                     sums = self.own(accumulators, vectors, i, half, here)

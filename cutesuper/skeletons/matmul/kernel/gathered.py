@@ -30,14 +30,20 @@ class GatheredProducts:
         self.main = known.groups[0]
 
     def totals(self, cores: Products, accumulators: list[list[Any]]) -> list[list[cute.Tensor]]:
-        """Zeros for the sums of the tile; the accumulators themselves if they hold these."""
+        """Zeros for the sums of the tile; none if the accumulators hold these."""
         if not self.k.plan.split:
-            return accumulators
-        made = [[cute.make_fragment_like(a) for a in row] for row in accumulators]
+            return []
+        made = [[cute.make_fragment_like(cores.registers(a)) for a in row] for row in accumulators]
         for row in made:
             for total in row:
-                cores.clear(total)
+                total.fill(0.0)
         return made
+
+    def sums(
+        self, cores: Products, accumulators: list[list[Any]], totals: list[list[cute.Tensor]]
+    ) -> list[list[cute.Tensor]]:
+        """The sums of the tile behind the last wait."""
+        return totals if self.k.plan.split else cores.fetched(accumulators)
 
     def multiply(
         self,
@@ -55,20 +61,24 @@ class GatheredProducts:
         blocks = [(w, i) for w in range(len(k.plan.products)) for i in range(self.per_group)]
         for chunk in range(k.chunks):
             steps = range(STEPS * chunk, STEPS * chunk + STEPS)
-            words = {
-                (w, i, s): self.words(product, here, stage, w, i, s)
+            words = [
+                part
                 for w, i in blocks
                 for s in steps
-            }
+                for part in self.words(product, here, stage, w, i, s)
+            ]
+            left = iter(product.bring(words))
             cores.begin()
-            for w, i in blocks:
-                sums = accumulators[k.plan.finals[k.plan.products[w][1]]][i]
-                rows = [[k.row_step(x, stage, s) for x in operands] for s in steps]
-                self.issue(product, sums, [words[w, i, s] for s in steps], rows)
+            with cores.issue():
+                for w, i in blocks:
+                    sums = accumulators[k.plan.finals[k.plan.products[w][1]]][i]
+                    columns = [[next(left) for _ in operands] for _ in steps]
+                    rows = [[k.row_step(x, stage, s) for x in operands] for s in steps]
+                    self.issue(product, sums, columns, rows)
             cores.end()
             cores.wait(0)
             if k.plan.split:
-                self.add(product, accumulators, totals)
+                self.add(cores, product, accumulators, totals)
         fence_warp()  # bulk loads write the stage through another proxy
 
     def words(
@@ -77,7 +87,7 @@ class GatheredProducts:
         """A thread's numbers of a column operand, which bulk loads have rounded, or their high and
         their low parts."""
         k = self.k
-        block = here.warp // 4 + k.warpgroups * i
+        block = k.block(i, here.warp)
         slot = stage * self.main.boxes + w * k.blocks + block
         found = product.gathered(here.memory.columns, step, slot, here.thread)
         if not k.plan.split:
@@ -100,13 +110,14 @@ class GatheredProducts:
 
     def add(
         self,
+        cores: Products,
         product: GatheredProduct,
         accumulators: list[list[Any]],
         totals: list[list[cute.Tensor]],
     ) -> None:
         """Add a chunk's sums to those of the tile."""
         self.settle(product, accumulators)
-        for row, into in zip(accumulators, totals, strict=True):
+        for row, into in zip(cores.fetched(accumulators), totals, strict=True):
             for sums, total in zip(row, into, strict=True):
                 total.store(total.load() + sums.load())
 

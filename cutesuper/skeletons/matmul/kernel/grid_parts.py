@@ -60,7 +60,7 @@ class GridParts:
         k = self.k
         for w in cutlass.range_constexpr(k.results):
             for i in cutlass.range_constexpr(len(accumulators[w])):
-                block = here.warp // 4 + k.warpgroups * i
+                block = k.block(i, here.warp)
                 for half in cutlass.range_constexpr(2):
                     column = self.leaves.column_in_tile(block, half, here)
                     for v in cutlass.range_constexpr(0, k.values, self.width):

@@ -67,10 +67,14 @@ class Producer:
         if not views:
             return found
         layout = cute.slice_(group.layout(k.dtype, 1), (None, None, 0))
+        if k.together > 1:
+            layout = cute.slice_(group.double_layout(k.dtype, 2), (None, None, None, None, 0))
         for v in views:
             labels = (group.column, group.contracted, *k.batch_of(v))
             tensor = labelled(k.extents, v, labels, tensors)
             shape, rounds = (group.width, group.depth), k.plan.rounds
+            if k.together > 1:
+                tensor, shape = alternating(tensor), (16, 2, 4, group.depth)
             found.append(tile_atom(tensor, layout, shape, rounds=rounds))
         return found
 
@@ -114,7 +118,11 @@ class Producer:
         """Shared memory and shape of a box of each operand."""
         k, hidden = self.k, memory.hidden
         columns = [op for p in k.plan.sections for op in p.columns if op in self.order]
-        boxes: list[Any] = [(memory.columns, (COLUMN_BLOCK, k.k)) for _ in columns]
+        box: Any = memory.columns, (COLUMN_BLOCK, k.k)
+        if k.together > 1:
+            layout = self.main.double_layout(k.dtype, k.stages * self.main.boxes).outer
+            box = cute.make_tensor(memory.columns.iterator, layout), (16, 2, 4, k.k)
+        boxes: list[Any] = [box for _ in columns]
         for op, ring in zip(k.plan.rows, memory.rows, strict=True):
             if op not in self.order:
                 continue
@@ -234,15 +242,17 @@ class Producer:
         self, loads, full, tile, depth, stage, section: cutlass.Constexpr, early: cutlass.Constexpr
     ):
         """Load one stage of the column operands of a section."""
-        k, blocks = self.k, self.k.blocks
+        k, both = self.k, self.k.together
+        blocks, boxes = k.blocks // both, self.main.boxes // both
         atoms, slots, sources = loads.atoms, loads.slots, loads.sources
         hint = EVICT_FIRST if section.schedule.stream_columns else None
         for w, (op, view) in enumerate(section.columns.items()):
             if cutlass.const_expr(k.is_bulk(op, early)):
                 at, i = tuple(tile.batch[d] for d in k.batch_of(view)), self.order[op]
                 for b in cutlass.range_constexpr(blocks):
-                    slot = stage * self.main.boxes + w * blocks + b
-                    source = sources[i][(None, tile.column * blocks + b, depth, *at)]
+                    slot, column = stage * boxes + w * blocks + b, tile.column * blocks + b
+                    place = (column, depth) if both == 1 else (0, column, 0, depth)
+                    source = sources[i][(None, *place, *at)]
                     bulk_load(atoms[i], source, slots[i][None, slot], full, hint)
 
     @cute.jit
@@ -277,3 +287,14 @@ class Producer:
                 source = sources[(None, tile.row * parts + part, depth * chunks + c, *at)]
                 slot = slots[None, (stage * chunks + c) * parts + part]
                 bulk_load(atom, source, slot, full, self.row_hint, self.sharing.mask())
+
+
+def alternating(tensor: cute.Tensor) -> cute.Tensor:
+    """View of a tensor ``[columns, depth, ...]`` as ``[16, block of 64, 4, depth, ...]``: tiles of
+    two blocks have 16 columns of each in turn."""
+    (columns, *shape), (one, *strides) = tensor.shape, tensor.stride
+    layout = cute.make_layout(
+        (16, columns // COLUMN_BLOCK, 4, *shape),
+        stride=(one, COLUMN_BLOCK * one, 16 * one, *strides),
+    )
+    return cute.make_tensor(tensor.iterator, layout)

@@ -60,7 +60,7 @@ class ColumnReductions:
         k, neutral = self.k, NEUTRAL[self.reductions[r].op]
         totals = filled(k.values, neutral)
         for i in cutlass.range_constexpr(k.blocks // k.warpgroups):
-            block = here.warp // 4 + k.warpgroups * i
+            block = k.block(i, here.warp)
             for half in cutlass.range_constexpr(2):
                 column = here.tile.column * k.n + self.leaves.column_in_tile(block, half, here)
                 sums = [self.leaves.column_of(row[i], half) for row in accumulators]

@@ -114,7 +114,7 @@ class TileStore:
         """Slots, and the piece of a tensor in this warpgroup's ``i``-th block of columns from row
         ``first`` of the tile on."""
         k, tile, (_, slots, pieces) = self.k, here.tile, copy
-        block = here.warp // 4 + k.warpgroups * i
+        block = k.block(i, here.warp)
         at = tuple(tile.batch[d] for d in k.batch_of(view))
         row = tile.row * (k.m // self.every) + first // self.every
         return slots, pieces[(None, row, tile.column * k.blocks + block, *at)]
@@ -232,7 +232,7 @@ class TileStore:
         """Apply an output's expression to a piece, with what has come for it, and write it to its
         buffer."""
         k, output = self.k, self.k.plan.outputs[o]
-        block = here.warp // 4 + k.warpgroups * i
+        block = k.block(i, here.warp)
         loaded = [self.read(x, here, self.buffer(n, x, here)) for x in range(self.loads)]
         places = {op: len(k.plan.finals) + x for x, op in enumerate(k.plan.pieced[: self.loads])}
         dtype = dtype_of(k.plan, output.view)
