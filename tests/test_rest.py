@@ -76,6 +76,33 @@ def test_buffers_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(dict(mine.named_buffers()), dict(eager.named_buffers()))
 
 
+@pytest.mark.parametrize("rest", ["refuse", "torch"])
+def test_buffers_get_their_new_values(rest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where gradients are recorded, for which the old values are kept."""
+    mine, eager = nn.BatchNorm1d(32), nn.BatchNorm1d(32)
+    program = traced(monkeypatch, mine, (X,), rest=rest)
+    for x in (X, 2 * X):
+        y, wanted = ((f(x) * x).sum() for f in (program, eager))
+        y.backward()
+        wanted.backward()
+    torch.testing.assert_close(dict(mine.named_buffers()), dict(eager.named_buffers()))
+    torch.testing.assert_close(mine.weight.grad, eager.weight.grad, rtol=1e-4, atol=1e-4)
+    assert not any(b.requires_grad for b in mine.buffers())
+
+
+def test_gradients_pass_through_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = torch.empty_like(x)
+        z[:, :8], z[:, 8:] = x[:, :8].exp(), y
+        z[0] = 2.0
+        return z
+
+    inputs = X.clone().requires_grad_(), randn(6, 1, dtype=torch.float16).requires_grad_()
+    program = traced(monkeypatch, fn, inputs)
+    mine, eager = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (program, fn))
+    torch.testing.assert_close(mine, eager)
+
+
 def test_another_rest_is_refused() -> None:
     with pytest.raises(OptionError, match=r"rest='eager'.*'refuse' or 'torch'"):
         cs.superoptimize(F.relu, (X,), rest="eager")  # type: ignore[call-overload]

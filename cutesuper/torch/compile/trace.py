@@ -29,6 +29,7 @@ from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
 from cutesuper.targets import Target
 from cutesuper.torch.compile.call_form import children_of, constant_fact
+from cutesuper.torch.compile.changes import settle_changes, updates_buffer
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
 from cutesuper.torch.compile.convolutions import pointwise
 from cutesuper.torch.compile.graph_builder import CONDITIONS, INTEGERS
@@ -169,6 +170,7 @@ class _Tracer:
         for i, region in enumerate(traced):
             module.add_submodule(f"region_{i}", _Call(region.kernel))
         rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
+        settle_changes(module.graph)
         arguments = tuple(n for n in module.graph.nodes if n.op == "placeholder")
         places = _lift(module, watch)
         for place in observer.replaced.keys() & set(places):
@@ -459,7 +461,7 @@ def _is_left(node: fx.Node) -> bool:
     val = node.meta.get("val")
     if node.op != "call_function" or is_free(node) or moves(node) or is_own(node):
         return False
-    if _is_empty(node):
+    if _is_empty(node) or updates_buffer(node):
         return False
     return not isinstance(val, torch.SymInt | int) and _dtype(val) not in _NO_NUMBERS
 
