@@ -103,6 +103,49 @@ def test_gradients_pass_through_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(mine, eager)
 
 
+#: small integers, so that windows have several largest elements
+TIED = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6).fmod(5).float()
+POOLS: dict[str, Any] = {
+    "max 1": lambda x: F.max_pool1d(x[0], 2).exp(),
+    "max 2": lambda x: F.max_pool2d(x, (2, 3)).exp(),
+    "max 3": lambda x: F.max_pool3d(x, (3, 2, 2)).exp(),
+    "mean 1": lambda x: F.avg_pool1d(x[0], 3).exp(),
+    "mean 2": lambda x: F.avg_pool2d(x, 2, ceil_mode=True).exp(),
+    "mean 3": lambda x: F.avg_pool3d(x, (3, 2, 2)).exp(),
+    "to an extent": lambda x: F.adaptive_avg_pool2d(x, (2, 3)).exp(),
+    "most of rows": lambda x: torch.max(x, 1)[0].exp(),
+    "least of rows": lambda x: torch.min(x, -1, keepdim=True).values.exp(),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pooling(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels compute it; PyTorch the maxima of which gradients are recorded: they go to the first
+    of equal elements."""
+    fn, x = POOLS[name], TIED.clone().requires_grad_()
+    program = traced(monkeypatch, fn, (x,))
+    check(program, fn, (x.detach(),))
+    assert not program.outside
+    mine, eager = (torch.autograd.grad(f(x).sum(), x) for f in (program, fn))
+    torch.testing.assert_close(mine, eager)
+    check(program, fn, (x.detach(),))
+    assert not program.outside
+
+
+def test_other_windows_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fn in (
+        lambda x: F.max_pool2d(x, 2, 1).exp(),
+        lambda x: F.max_pool2d(x, 2, dilation=2).exp(),
+        lambda x: F.avg_pool2d(x, 2, padding=1).exp(),
+        lambda x: F.avg_pool2d(x, 2, divisor_override=3).exp(),
+        lambda x: F.avg_pool2d(x, 4).exp(),
+        lambda x: F.adaptive_avg_pool2d(x, 5).exp(),
+    ):
+        program = traced(monkeypatch, fn, (TIED,), rest="torch")
+        check(program, fn, (TIED,))
+        assert len(program.outside) == 1
+
+
 def test_another_rest_is_refused() -> None:
     with pytest.raises(OptionError, match=r"rest='eager'.*'refuse' or 'torch'"):
         cs.superoptimize(F.relu, (X,), rest="eager")  # type: ignore[call-overload]

@@ -41,6 +41,7 @@ from cutesuper.torch.compile.table import (
     integers,
     number,
     reads_places,
+    records,
 )
 
 #: least number of rows that occupy all multiprocessors
@@ -223,6 +224,9 @@ class Reduction(Entry):
 
 class _Extreme(Reduction):
     """The largest or smallest elements; their indices are not computed."""
+
+    def knows(self, node: fx.Node, a: Arguments) -> bool:
+        return not records((node,))
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         if reads_places(node):

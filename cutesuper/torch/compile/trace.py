@@ -35,6 +35,7 @@ from cutesuper.torch.compile.convolutions import pointwise
 from cutesuper.torch.compile.graph_builder import CONDITIONS, INTEGERS
 from cutesuper.torch.compile.internals import autograd_functions, decompositions
 from cutesuper.torch.compile.partition import halves, partition
+from cutesuper.torch.compile.pooling import POOLING
 from cutesuper.torch.compile.refusals import NO_KERNEL, refusal, without_kernel
 from cutesuper.torch.compile.region import Region, source_lines
 from cutesuper.torch.compile.rest import (
@@ -144,9 +145,10 @@ class _Tracer:
     kernels: dict[str, Kernel] = field(default_factory=dict[str, Kernel])
 
     def __call__(
-        self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Trace:
-        """A trace. Raises like `superoptimize_callable`."""
+        self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
+        recorded: bool,
+    ) -> Trace:  # fmt: skip
+        """A trace, for calls that record gradients or not. Raises like `superoptimize_callable`."""
         if watch.passing:
             raise TraceError(
                 f"superoptimize({self.name}): {watch.passing} is an iterator, which gives "
@@ -162,7 +164,7 @@ class _Tracer:
             raise ChangesItself(observer.change)
         if watch.hooked:
             stops = stops or "a module has hooks that are called in the backward pass"
-        regions, refused = regions_of(module, self.name, self.rest)
+        regions, refused = regions_of(module, self.name, self.rest, recorded)
         found = [pair for r in regions for pair in self._with_kernels(r, refused)]
         regions = tuple(region for region, _ in found)
         outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
@@ -187,7 +189,7 @@ class _Tracer:
             arguments,
             names,
             specs.range_constraints,
-            any(r.takes_rows for r in regions),
+            any(r.forward_only for r in regions),
         )
 
     def _with_kernels(
@@ -314,10 +316,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _decompositions() -> Any:
-    """Those of unknown operators, with products for convolutions, and the operators of
-    `cutesuper.ops` on rows in parts, which are fused with others."""
+    """Those of unknown operators, with products for convolutions, reductions for pooling, and the
+    operators of `cutesuper.ops` on rows in parts, which are fused with others."""
     table = decompositions(is_known)
-    for operator, formula in {_convolution: pointwise, **FORMULAS}.items():
+    for operator, formula in {_convolution: pointwise, **POOLING, **FORMULAS}.items():
         table[operator] = formula
     return table
 
@@ -391,7 +393,7 @@ def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
 
 
 def regions_of(
-    module: fx.GraphModule, name: str, rest: Rest = "refuse"
+    module: fx.GraphModule, name: str, rest: Rest = "refuse", recorded: bool = True
 ) -> tuple[tuple[Region, ...], dict[fx.Node, str]]:
     """The regions of a traced program, and why other nodes that compute numbers are in none.
 
@@ -399,11 +401,14 @@ def regions_of(
         module: exported.
         name: of the function, for messages.
         rest: "torch" if there may be such nodes.
+        recorded: False if it is for calls that record no gradient.
 
     Raises:
         TraceError: naming the first operator that must be in a region.
     """
     _fill_values(module)
+    if not recorded:
+        _forget_gradients(module.graph)
     pair_complex(module)
     graph = module.graph
     _drop_checks(graph)
@@ -493,6 +498,14 @@ def _fill_values(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
             node.meta["val"] = functools.reduce(getattr, node.target.split("."), module)
+
+
+def _forget_gradients(graph: fx.Graph) -> None:
+    """Let no value say that a gradient is recorded: kernels compute what PyTorch would then."""
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.requires_grad:
+            node.meta["val"] = val.detach()
 
 
 def _drop_checks(graph: fx.Graph) -> None:
