@@ -23,8 +23,9 @@ def updates_buffer(node: fx.Node) -> bool:
     base = node.args[0]
     if not isinstance(base, fx.Node) or base.op != "get_attr":
         return False
+    path: Any = base.target
     owner: Any = node.graph.owning_module
-    return not isinstance(functools.reduce(getattr, base.target.split("."), owner), nn.Parameter)
+    return not isinstance(functools.reduce(getattr, path.split("."), owner), nn.Parameter)
 
 
 def settle_changes(graph: fx.Graph) -> None:
@@ -48,12 +49,14 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
 
 def _expand(graph: fx.Graph, node: fx.Node) -> None:
     """Take the elements of the source, which are all that is left of a tensor that is copied to."""
-    source, val = node.args[1], node.meta["val"]
+    into: Any = node.args[0]
+    source: Any = node.args[1]
+    val = node.meta["val"]
     with graph.inserting_before(node):
         if source.meta["val"].dtype != val.dtype:
             source = graph.call_function(_aten._to_copy.default, (source,), {"dtype": val.dtype})
-        source = graph.call_function(_aten.expand_as.default, (source, node.args[0]))
-        contiguous = {"memory_format": torch.contiguous_format}
+        source = graph.call_function(_aten.expand_as.default, (source, into))
+        contiguous: dict[str, Any] = {"memory_format": torch.contiguous_format}
         made = graph.call_function(_aten.clone.default, (source,), contiguous)
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
@@ -62,7 +65,8 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
 
 def _separate(graph: fx.Graph, node: fx.Node) -> None:
     """Let other operators than the copy at the end read what a gradient may keep."""
-    base, source = node.args[:2]
+    base: Any = node.args[0]
+    source: Any = node.args[1]
     if updates_buffer(node):
         with graph.inserting_before(node):
             node.update_arg(1, graph.call_function(_aten.detach.default, (source,)))

@@ -33,7 +33,7 @@ from cutesuper.torch.compile.changes import settle_changes, updates_buffer
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
 from cutesuper.torch.compile.convolutions import pointwise
 from cutesuper.torch.compile.graph_builder import CONDITIONS, INTEGERS
-from cutesuper.torch.compile.internals import autograd_functions, decompositions
+from cutesuper.torch.compile.internals import autograd_functions, decompositions, needs_data
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
 from cutesuper.torch.compile.refusals import NO_KERNEL, refusal, without_kernel
@@ -298,7 +298,10 @@ def _exported(
                 # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
                 program = program.run_decompositions({})
     except Exception as error:
-        raise TraceError(f"superoptimize({name}): torch.export cannot trace it: {error}") from error
+        what = str(error)
+        if needs_data(error):
+            what = f"the result of {error} depends on data; leave it outside of the function"
+        raise TraceError(f"superoptimize({name}): torch.export cannot trace it: {what}") from error
     options = {"check_guards": False} if _has_guards() else {}
     with _quiet():
         return program.module(**options), undifferentiable
@@ -393,7 +396,7 @@ def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
 
 
 def regions_of(
-    module: fx.GraphModule, name: str, rest: Rest = "refuse", recorded: bool = True
+    module: fx.GraphModule, name: str, rest: Rest = "refuse", recorded: bool = False
 ) -> tuple[tuple[Region, ...], dict[fx.Node, str]]:
     """The regions of a traced program, and why other nodes that compute numbers are in none.
 
@@ -401,7 +404,7 @@ def regions_of(
         module: exported.
         name: of the function, for messages.
         rest: "torch" if there may be such nodes.
-        recorded: False if it is for calls that record no gradient.
+        recorded: True if it is for calls that record gradients, of which PyTorch may compute all.
 
     Raises:
         TraceError: naming the first operator that must be in a region.
@@ -424,7 +427,7 @@ def regions_of(
         if not any(u in left for u in _readers(node)):
             reason = _complex(node) or found.refused.get(node) or _reason(node)
             raise refusal(TraceError, name, node, reason)
-    if not found.regions and not any(map(_needs_no_region, graph.nodes)):
+    if not (found.regions or recorded) and not any(map(_needs_no_region, graph.nodes)):
         raise TraceError(
             f"superoptimize({name}): it computes nothing that kernels could, "
             "no numbers in float16, bfloat16 or float32"
