@@ -76,6 +76,77 @@ def test_buffers_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(dict(mine.named_buffers()), dict(eager.named_buffers()))
 
 
+@pytest.mark.parametrize("rest", ["refuse", "torch"])
+def test_buffers_get_their_new_values(rest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where gradients are recorded, for which the old values are kept."""
+    mine, eager = nn.BatchNorm1d(32), nn.BatchNorm1d(32)
+    program = traced(monkeypatch, mine, (X,), rest=rest)
+    for x in (X, 2 * X):
+        y, wanted = ((f(x) * x).sum() for f in (program, eager))
+        y.backward()
+        wanted.backward()
+    torch.testing.assert_close(dict(mine.named_buffers()), dict(eager.named_buffers()))
+    torch.testing.assert_close(mine.weight.grad, eager.weight.grad, rtol=1e-4, atol=1e-4)
+    assert not any(b.requires_grad for b in mine.buffers())
+
+
+def test_gradients_pass_through_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = torch.empty_like(x)
+        z[:, :8], z[:, 8:] = x[:, :8].exp(), y
+        z[0] = 2.0
+        return z
+
+    inputs = X.clone().requires_grad_(), randn(6, 1, dtype=torch.float16).requires_grad_()
+    program = traced(monkeypatch, fn, inputs)
+    mine, eager = (torch.autograd.grad(f(*inputs).square().sum(), inputs) for f in (program, fn))
+    torch.testing.assert_close(mine, eager)
+
+
+#: small integers, so that windows have several largest elements
+TIED = torch.arange(2 * 3 * 4 * 6).reshape(2, 3, 4, 6).fmod(5).float()
+POOLS: dict[str, Any] = {
+    "max 1": lambda x: F.max_pool1d(x[0], 2).exp(),
+    "max 2": lambda x: F.max_pool2d(x, (2, 3)).exp(),
+    "max 3": lambda x: F.max_pool3d(x, (3, 2, 2)).exp(),
+    "mean 1": lambda x: F.avg_pool1d(x[0], 3).exp(),
+    "mean 2": lambda x: F.avg_pool2d(x, 2, ceil_mode=True).exp(),
+    "mean 3": lambda x: F.avg_pool3d(x, (3, 2, 2)).exp(),
+    "to an extent": lambda x: F.adaptive_avg_pool2d(x, (2, 3)).exp(),
+    "most of rows": lambda x: torch.max(x, 1)[0].exp(),
+    "nothing else": lambda x: torch.max(x, 1)[0],
+    "least of rows": lambda x: torch.min(x, -1, keepdim=True).values.exp(),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_pooling(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels compute it; PyTorch the maxima of which gradients are recorded: they go to the first
+    of equal elements."""
+    fn, x = POOLS[name], TIED.clone().requires_grad_()
+    program = traced(monkeypatch, fn, (x,))
+    check(program, fn, (x.detach(),))
+    assert not program.outside
+    mine, eager = (torch.autograd.grad(f(x).sum(), x) for f in (program, fn))
+    torch.testing.assert_close(mine, eager)
+    check(program, fn, (x.detach(),))
+    assert not program.outside
+
+
+def test_other_windows_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fn in (
+        lambda x: F.max_pool2d(x, 2, 1).exp(),
+        lambda x: F.max_pool2d(x, 2, dilation=2).exp(),
+        lambda x: F.avg_pool2d(x, 2, padding=1).exp(),
+        lambda x: F.avg_pool2d(x, 2, divisor_override=3).exp(),
+        lambda x: F.avg_pool2d(x, 4).exp(),
+        lambda x: F.adaptive_avg_pool2d(x, 5).exp(),
+    ):
+        program = traced(monkeypatch, fn, (TIED,), rest="torch")
+        check(program, fn, (TIED,))
+        assert len(program.outside) == 1
+
+
 def test_another_rest_is_refused() -> None:
     with pytest.raises(OptionError, match=r"rest='eager'.*'refuse' or 'torch'"):
         cs.superoptimize(F.relu, (X,), rest="eager")  # type: ignore[call-overload]

@@ -7,13 +7,11 @@ end. Where such a copy closes ``put_rows``, the kernel writes the rows into the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.factored_dims import leaves, unify
 from cutesuper.torch.compile.graph_builder import (
     FLOATS,
@@ -27,7 +25,7 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     memory_order,
 )
-from cutesuper.torch.compile.table import Arguments, Entry, enter
+from cutesuper.torch.compile.table import Arguments, Entry, enter, records
 
 #: types of indices that kernels read
 _INDICES = (torch.int32, torch.int64)
@@ -105,12 +103,6 @@ def closing_copy(node: fx.Node) -> fx.Node | None:
     return copies[0] if set(base.users) == {node, copies[0]} else None
 
 
-def _records(nodes: Iterable[fx.Node]) -> bool:
-    """True if one of these is computed from a tensor with a gradient."""
-    known = (n.meta.get("val") for n in reachable(nodes, lambda n: n.all_input_nodes))
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in known)
-
-
 @enter("aten.index_copy.default")
 class PutRows(Entry):
     """A tensor with rows at the places that an index names."""
@@ -137,7 +129,7 @@ class PutRows(Entry):
         first = into.dim() - x.dim()  # dimensions in front of extent 1 may be left out
         whole = 0 <= first <= dim and all(map(equal, (*[1] * first, *x.shape), shape))
         places = into.shape[dim] if into.dim() else 1
-        numbers = into.dtype in FLOATS and not _records((base, rows))
+        numbers = into.dtype in FLOATS and not records((base, rows))
         known = whole and numbers and isinstance(places, int) and places > 1
         if not any(u.target is torch.ops.aten.copy_.default for u in node.users):
             return known

@@ -122,6 +122,15 @@ def decompositions(known: Callable[[object], bool]) -> Any:
     return table
 
 
+def needs_data(error: Exception) -> bool:
+    """True for the error of an operator that gives no numbers or shapes without data, whose text is
+    the name of the operator."""
+    from torch._subclasses import fake_tensor
+
+    kinds = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+    return isinstance(error, kinds)
+
+
 def random_as_in_eager() -> AbstractContextManager[Any]:
     """Keep random operators as they are in graphs: `run_eagerly` cannot run Inductor's own ones in
     all versions."""

@@ -41,6 +41,7 @@ from cutesuper.torch.compile.table import (
     integers,
     number,
     reads_places,
+    records,
 )
 
 #: least number of rows that occupy all multiprocessors
@@ -250,6 +251,9 @@ class _Extreme(Reduction):
     """
 
     place: Along
+
+    def knows(self, node: fx.Node, a: Arguments) -> bool:
+        return not records((node,))
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         value = super().shape(s, node, a)

@@ -39,7 +39,7 @@ from cutesuper.torch.compile.graph_builder import (
     memory_order,
 )
 from cutesuper.torch.compile.length_masks import reads
-from cutesuper.torch.compile.table import arguments_of, entry_of, is_free, unknown
+from cutesuper.torch.compile.table import arguments_of, entry_of, is_extreme, is_free, unknown
 from cutesuper.torch.compile.views import is_negated
 
 
@@ -146,9 +146,11 @@ class Region:
         return any(not (f.elementwise or f.permutes or f.gathers) for f in computed)
 
     @property
-    def takes_rows(self) -> bool:
-        """True if it takes rows of tables, which then get no gradient."""
-        return any(n.facets.counts == Counts.ROWS for n in self.graph.nodes)
+    def forward_only(self) -> bool:
+        """True if PyTorch computes a part of it where gradients are recorded: rows of tables, to
+        which no kernel adds, and the largest elements along one dimension."""
+        rows = any(n.facets.counts == Counts.ROWS for n in self.graph.nodes)
+        return rows or any(is_extreme(n) for n in self.nodes)
 
     @property
     def place(self) -> str:

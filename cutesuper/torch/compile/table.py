@@ -8,7 +8,7 @@ them, and the primitive ones into which Inductor decomposes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from operator import getitem
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from cutesuper.ir.operators.base import TABLE, Operator
+from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.graph_builder import CONDITIONS, FLOATS, Builder, Shapes, Unsupported
 
 Arguments = dict[str, Any]
@@ -158,16 +159,34 @@ _MOVES = frozenset(
 )
 
 
+#: operators that are lowered where no gradient is recorded: PyTorch gives it to the first of
+#: several equal elements, a kernel would to all of them
+_EXTREMES = ("aten.max.dim", "aten.min.dim")
+
+
 def moves(node: fx.Node) -> bool:
     """True for a node that only moves elements."""
     if node.op != "call_function":
         return False
+    if is_extreme(node) and records((node,)):
+        return True
     return str(node.target) in _MOVES and not arguments_of(node).get("accumulate")
+
+
+def is_extreme(node: fx.Node) -> bool:
+    """True for the largest or smallest elements along one dimension, and their indices."""
+    return str(node.target) in _EXTREMES
 
 
 def reads_places(node: fx.Node) -> bool:
     """True if the second result of an operator, the indices of its elements, is used."""
     return any(u.target is not getitem or u.args[1] == 1 for u in node.users)
+
+
+def records(nodes: Iterable[fx.Node]) -> bool:
+    """True if one of these is computed from a tensor with a gradient."""
+    known = (n.meta.get("val") for n in reachable(nodes, lambda n: n.all_input_nodes))
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in known)
 
 
 #: what to write in place of operators without an entry, if that is short

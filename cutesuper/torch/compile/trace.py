@@ -29,11 +29,13 @@ from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
 from cutesuper.targets import Target
 from cutesuper.torch.compile.call_form import children_of, constant_fact
+from cutesuper.torch.compile.changes import settle_changes, updates_buffer
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
 from cutesuper.torch.compile.convolutions import pointwise
 from cutesuper.torch.compile.graph_builder import CONDITIONS, INTEGERS
-from cutesuper.torch.compile.internals import autograd_functions, decompositions
+from cutesuper.torch.compile.internals import autograd_functions, decompositions, needs_data
 from cutesuper.torch.compile.partition import halves, partition
+from cutesuper.torch.compile.pooling import POOLING
 from cutesuper.torch.compile.refusals import NO_KERNEL, refusal, without_kernel
 from cutesuper.torch.compile.region import Region, source_lines
 from cutesuper.torch.compile.rest import (
@@ -143,9 +145,10 @@ class _Tracer:
     kernels: dict[str, Kernel] = field(default_factory=dict[str, Kernel])
 
     def __call__(
-        self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Trace:
-        """A trace. Raises like `superoptimize_callable`."""
+        self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
+        recorded: bool,
+    ) -> Trace:  # fmt: skip
+        """A trace, for calls that record gradients or not. Raises like `superoptimize_callable`."""
         if watch.passing:
             raise TraceError(
                 f"superoptimize({self.name}): {watch.passing} is an iterator, which gives "
@@ -161,7 +164,7 @@ class _Tracer:
             raise ChangesItself(observer.change)
         if watch.hooked:
             stops = stops or "a module has hooks that are called in the backward pass"
-        regions, refused = regions_of(module, self.name, self.rest)
+        regions, refused = regions_of(module, self.name, self.rest, recorded)
         found = [pair for r in regions for pair in self._with_kernels(r, refused)]
         regions = tuple(region for region, _ in found)
         outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
@@ -169,6 +172,7 @@ class _Tracer:
         for i, region in enumerate(traced):
             module.add_submodule(f"region_{i}", _Call(region.kernel))
         rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
+        settle_changes(module.graph)
         arguments = tuple(n for n in module.graph.nodes if n.op == "placeholder")
         places = _lift(module, watch)
         for place in observer.replaced.keys() & set(places):
@@ -185,7 +189,7 @@ class _Tracer:
             arguments,
             names,
             specs.range_constraints,
-            any(r.takes_rows for r in regions),
+            any(r.forward_only for r in regions),
         )
 
     def _with_kernels(
@@ -294,7 +298,10 @@ def _exported(
                 # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
                 program = program.run_decompositions({})
     except Exception as error:
-        raise TraceError(f"superoptimize({name}): torch.export cannot trace it: {error}") from error
+        what = str(error)
+        if needs_data(error):
+            what = f"the result of {error} depends on data; leave it outside of the function"
+        raise TraceError(f"superoptimize({name}): torch.export cannot trace it: {what}") from error
     options = {"check_guards": False} if _has_guards() else {}
     with _quiet():
         return program.module(**options), undifferentiable
@@ -312,10 +319,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _decompositions() -> Any:
-    """Those of unknown operators, with products for convolutions, and the operators of
-    `cutesuper.ops` on rows in parts, which are fused with others."""
+    """Those of unknown operators, with products for convolutions, reductions for pooling, and the
+    operators of `cutesuper.ops` on rows in parts, which are fused with others."""
     table = decompositions(is_known)
-    for operator, formula in {_convolution: pointwise, **FORMULAS}.items():
+    for operator, formula in {_convolution: pointwise, **POOLING, **FORMULAS}.items():
         table[operator] = formula
     return table
 
@@ -389,7 +396,7 @@ def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
 
 
 def regions_of(
-    module: fx.GraphModule, name: str, rest: Rest = "refuse"
+    module: fx.GraphModule, name: str, rest: Rest = "refuse", recorded: bool = False
 ) -> tuple[tuple[Region, ...], dict[fx.Node, str]]:
     """The regions of a traced program, and why other nodes that compute numbers are in none.
 
@@ -397,11 +404,14 @@ def regions_of(
         module: exported.
         name: of the function, for messages.
         rest: "torch" if there may be such nodes.
+        recorded: True if it is for calls that record gradients, of which PyTorch may compute all.
 
     Raises:
         TraceError: naming the first operator that must be in a region.
     """
     _fill_values(module)
+    if not recorded:
+        _forget_gradients(module.graph)
     pair_complex(module)
     graph = module.graph
     _drop_checks(graph)
@@ -417,7 +427,7 @@ def regions_of(
         if not any(u in left for u in _readers(node)):
             reason = _complex(node) or found.refused.get(node) or _reason(node)
             raise refusal(TraceError, name, node, reason)
-    if not found.regions and not any(map(_needs_no_region, graph.nodes)):
+    if not (found.regions or recorded) and not any(map(_needs_no_region, graph.nodes)):
         raise TraceError(
             f"superoptimize({name}): it computes nothing that kernels could, "
             "no numbers in float16, bfloat16 or float32"
@@ -459,7 +469,7 @@ def _is_left(node: fx.Node) -> bool:
     val = node.meta.get("val")
     if node.op != "call_function" or is_free(node) or moves(node) or is_own(node):
         return False
-    if _is_empty(node):
+    if _is_empty(node) or updates_buffer(node):
         return False
     return not isinstance(val, torch.SymInt | int) and _dtype(val) not in _NO_NUMBERS
 
@@ -491,6 +501,14 @@ def _fill_values(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
             node.meta["val"] = functools.reduce(getattr, node.target.split("."), module)
+
+
+def _forget_gradients(graph: fx.Graph) -> None:
+    """Let no value say that a gradient is recorded: kernels compute what PyTorch would then."""
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.requires_grad:
+            node.meta["val"] = val.detach()
 
 
 def _drop_checks(graph: fx.Graph) -> None:

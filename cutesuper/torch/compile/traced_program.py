@@ -72,7 +72,7 @@ class Trace:
         arguments: nodes that stand for the arguments.
         names: of those by name, in their order.
         ranges: of extents that may differ.
-        takes_rows: whether its kernels take rows of tables; those tables get no gradient.
+        forward_only: whether PyTorch computes a part of its regions where gradients are recorded.
     """
 
     module: fx.GraphModule
@@ -84,7 +84,7 @@ class Trace:
     arguments: tuple[fx.Node, ...]
     names: tuple[str, ...]
     ranges: Mapping[Any, Any]
-    takes_rows: bool
+    forward_only: bool
 
     def __call__(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Run the traced program.
@@ -129,8 +129,9 @@ class ChangesItself(Exception):
     """The traced function changes a value that it reads; the message names it."""
 
 
-#: traces a function, which reads what a `Watch` has found, with arguments by place and by name
-Tracer = Callable[[Any, Watch, Sequence[Any], dict[str, Any]], Trace]
+#: traces a function, which reads what a `Watch` has found, with arguments by place and by name, for
+#: calls that record gradients or not
+Tracer = Callable[[Any, Watch, Sequence[Any], dict[str, Any], bool], Trace]
 
 
 class TracedProgram:
@@ -272,7 +273,7 @@ class TracedProgram:
             trace = known.get(state)
             if trace is None:
                 watch, trace = self._again(watch, state, leaves)
-            if trace.takes_rows and torch.is_grad_enabled():
+            if trace.forward_only and torch.is_grad_enabled():
                 watch, trace = self._recording(watch, trace, state, leaves)
             self._latest = trace
             if trace.undifferentiable and torch.is_grad_enabled():
@@ -336,8 +337,7 @@ class TracedProgram:
     def _recording(
         self, watch: Watch, trace: Trace, state: Any, leaves: Sequence[Any]
     ) -> tuple[Watch, Trace]:
-        """The trace for a call that records gradients of these tensors: PyTorch takes the rows of
-        tables among them, since no kernel adds up rows."""
+        """The trace for a call that records gradients of these tensors (`Trace.forward_only`)."""
         tensors = (*self._border.tensors(leaves), *watch.tensors)
         recorded = tuple(t.requires_grad for t in tensors)
         if not any(recorded):
@@ -358,7 +358,7 @@ class TracedProgram:
             args, kwargs = pytree.tree_unflatten(list(leaves), self._border.structure)
             other = self._border.symbolic and not watch.measures
             shapes = [shape for _, shape in self._border.kinds] if other else []
-            watch, trace = self._traced(watch, args, kwargs, shapes)
+            watch, trace = self._traced(watch, args, kwargs, shapes, bool(recorded))
             state = state_of(self._border.tensors(leaves), watch)
             self._keep(watch, (state, recorded) if recorded else state, trace)
             return watch, trace
@@ -375,20 +375,20 @@ class TracedProgram:
 
     def _traced(
         self, watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
-        shapes: Sequence[torch.Size],
+        shapes: Sequence[torch.Size], recorded: bool = False,
     ) -> tuple[Watch, Trace]:  # fmt: skip
         """A trace, and the values that the function read. Values that a first call makes for later
         ones, such as a table in an attribute, are made in a call without tracing."""
         leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
         given, named = pytree.tree_unflatten(stand_ins(leaves, watch.tensors, shapes), structure)
         try:
-            return watch, self._tracer(self._fn, watch, given, named)
+            return watch, self._tracer(self._fn, watch, given, named, recorded)
         except ChangesItself:
             with torch.no_grad():
                 self._fn(*args, **kwargs)
         watch = Watch(self._fn, watch.names)
         try:
-            return watch, self._tracer(self._fn, watch, given, named)
+            return watch, self._tracer(self._fn, watch, given, named, recorded)
         except ChangesItself as change:
             raise TraceError(
                 f"superoptimize({self._name}): it changes what it reads: {change}. A traced "
