@@ -101,15 +101,25 @@ def jointly_uniform(
         affine: inputs (by position) in which all arguments of exponentials are affine.
         domain: makes the field of the inputs.
     """
-    return any(_full_rank(graph, inputs, k, domain()) for k in affine)
+    once = domain()
+    evaluate_graph(graph, once, [*inputs])
+    count = len(once.residues())
+    # the probes of an input as large as the scores took 3 GB, only to find too many arguments
+    return count <= _MAX_ARGUMENTS and any(
+        _full_rank(graph, inputs, k, domain()) for k in affine if count <= _elements(inputs[k])
+    )
+
+
+def _elements(x: FieldValue | Integers) -> int:
+    """Elements of an input that can be probed."""
+    return 0 if isinstance(x, Integers) or x.q is None else x.q.size
 
 
 def _full_rank(
     graph: KernelGraph, inputs: Sequence[FieldValue | Integers], k: int, a: RecordingDomain
 ) -> bool:
     x = inputs[k]
-    if isinstance(x, Integers) or x.q is None:
-        return False
+    assert isinstance(x, FieldValue) and x.q is not None
     n, order = x.q.size, _U(a.primes.q)
     # row k of the probe adds 1 to element k of the input; the last row adds nothing
     steps = np.vstack([np.eye(n, dtype=np.uint64), np.zeros((1, n), np.uint64)])
@@ -130,8 +140,6 @@ def _full_rank(
     if not columns:
         return True
     values = np.concatenate(columns, 1)
-    if values.shape[1] > min(n, _MAX_ARGUMENTS):
-        return False
     matrix = np.remainder(np.subtract(np.add(values[:-1], order), values[-1]), order)
     return rank(np.ascontiguousarray(matrix.T), a.primes.q) == values.shape[1]
 

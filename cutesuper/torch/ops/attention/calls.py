@@ -96,6 +96,7 @@ class Request:
     eps: float
     mask: Maybe = None
     limits: Limits = NO_LIMITS
+    mask_gradient: bool = False
 
     @property
     def call(self) -> str:
@@ -316,14 +317,17 @@ def kind_of(r: Request, order: Order, key: Stored, value: Stored, lengths: bool)
 
 def _mask_kind(r: Request, mask: torch.Tensor) -> MaskKind:
     hides = mask.dtype == torch.bool
-    batch, heads, rows = (n > 1 for n in _broadcast(mask)[:3])
-    return MaskKind(as_dtype(r.query.dtype if hides else mask.dtype), hides, batch, heads, rows)
+    batch, heads, rows = (n > 1 for n in _broadcast(r, mask)[:3])
+    dtype = as_dtype(r.query.dtype if hides else mask.dtype)
+    return MaskKind(dtype, hides, batch, heads, rows, r.mask_gradient)
 
 
-def _broadcast(mask: torch.Tensor) -> tuple[int, ...]:
-    """Extents of a mask with four dimensions, 1 where its elements repeat."""
+def _broadcast(r: Request, mask: torch.Tensor) -> tuple[int, ...]:
+    """Extents of a mask with four dimensions, 1 where its elements repeat. A gradient has all that
+    the mask has: those of repeated elements are added up by whatever repeated them."""
     own = zip(mask.shape, mask.stride(), strict=True)
-    return (1,) * (4 - mask.dim()) + tuple(n if step else 1 for n, step in own)
+    extents = tuple(n if step or r.mask_gradient else 1 for n, step in own)
+    return (1,) * (4 - mask.dim()) + extents
 
 
 def mask_values(r: Request, kind: Kind) -> torch.Tensor:
@@ -331,7 +335,7 @@ def mask_values(r: Request, kind: Kind) -> torch.Tensor:
     mask, own = r.mask, kind.mask
     assert mask is not None and own is not None
     given = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    for d, n in enumerate(_broadcast(mask)[:3]):
+    for d, n in enumerate(_broadcast(r, mask)[:3]):
         given = given if n > 1 else given.narrow(d, 0, 1)
     return given.to(own.dtype.torch).contiguous().view(mask_shape(kind, own))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from cutesuper.errors import (
     CutesuperError,
@@ -104,9 +105,10 @@ def attention(
             cache. Data behind them is not read.
         value: ``[B, Hkv, S, Dv]``, likewise.
         attn_mask: broadcasts to ``[B, Hq, L, S]``. Of bool: True where a key is seen, and rows that
-            see none are zero; of float32 or the query's type: added to the scores. It has no
-            gradient. Its kernels are for just these extents; where ``is_causal`` or
-            ``key_lengths`` say the same, they are faster.
+            see none are zero; of float32 or the query's type: added to the scores, with a
+            gradient, which takes memory for all scores where the bias broadcasts. Its kernels
+            are for just these extents; where ``is_causal`` or ``key_lengths`` say the same, they
+            are faster.
         dropout_p: 0.
         is_causal: row i sees keys 0..i. With ``key_lengths`` the last row sees the last key of its
             sequence, and row i those up to L - 1 - i before it, as in decoding with a cache.
@@ -136,8 +138,7 @@ def attention(
     Raises:
         OperatorError: dropout; a mask with pages or weights of norms; a window without
             ``is_causal``; an option that is not a number.
-        GraphError: a tensor requires a gradient, and there are pages or weights of norms; the mask
-            requires one.
+        GraphError: a tensor requires a gradient, and there are pages or weights of norms.
         ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
@@ -156,9 +157,14 @@ def attention(
         limits = Limits(key_starts, key_ends)
         if window is not None:
             limits = _in_window(window, query, key_lengths, is_causal, limits)
-        if _records(tensors) or attn_mask is not None:
-            sides = query, key, value
-            return attention_kept(sides, key_lengths, attn_mask, is_causal, scale, limits)
+        records = _records(tensors)
+        counts = is_causal or key_lengths is not None or bool(limits.given)
+        if (records or counts or attn_mask is not None) and _is_one_key(key, page_table):
+            tensors, attn_mask = _with_a_hidden_key(tensors, attn_mask)
+            is_causal = is_causal and key_lengths is not None
+            numbers = (is_causal, scale, norm_eps)
+        if records or attn_mask is not None:
+            return attention_kept(tensors[:3], tensors[3], attn_mask, is_causal, scale, limits)
         own = limits.starts, limits.ends, limits.window
         return torch.ops.cutesuper.attention.default(*tensors, *numbers, *own)
     except (AttributeError, RuntimeError) as error:
@@ -183,6 +189,21 @@ def _lengths_of_one_row(query: torch.Tensor) -> Maybe:
     if query.dim() != 4 or query.shape[2] != 1:
         return None
     return torch.ones(query.shape[0], dtype=torch.int32, device=query.device)
+
+
+def _is_one_key(key: torch.Tensor, page_table: Maybe) -> bool:
+    return page_table is None and key.dim() == 4 and key.shape[2] == 1
+
+
+def _with_a_hidden_key(tensors: tuple[Any, ...], mask: Maybe) -> tuple[tuple[Any, ...], Maybe]:
+    """The tensors with a second key behind the lengths. Kernels count along a label, which one key
+    has not."""
+    query, key, value, lengths, *others = tensors
+    if lengths is None:
+        lengths = torch.ones(query.shape[0], dtype=torch.int32, device=query.device)
+    key, value = (F.pad(t, (0, 0, 0, 1)) for t in (key, value))
+    mask = F.pad(mask, (0, 1)) if mask is not None and mask.shape[-1] == 1 else mask
+    return (query, key, value, lengths, *others), mask
 
 
 def _in_window(
@@ -259,11 +280,6 @@ def _check_masked(tensors: Sequence[Any], mask: torch.Tensor) -> None:
         raise OperatorError(
             "attention(attn_mask=...): there are no kernels yet for a mask tensor with pages of "
             "keys, or with norms of heads; gather the pages, or normalize, before"
-        )
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise GraphError(
-            "attention: attn_mask requires a gradient, and there is no backward for it; detach it, "
-            "or use torch.nn.functional.scaled_dot_product_attention"
         )
 
 
