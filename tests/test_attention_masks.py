@@ -186,5 +186,3 @@ def test_refusals(mask: Any, why: str) -> None:
     q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 8, 16)
     with pytest.raises(CutesuperError, match=why):
         cs.ops.attention(q, k, k, mask)
-    with pytest.raises(CutesuperError, match="normalize, before"):
-        cs.ops.attention(q, k, k, torch.zeros(4, 8), query_norm_weight=torch.ones(16))

@@ -8,7 +8,6 @@ Both passes are operators of ``torch.library``, so that compilers see them::
         -> gradients
 
 Kernels are those of one kind of call with its extents; CPU tensors run the reference executor.
-Calls with a mask tensor are of this kind whether or not they need gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from cutesuper.torch.ops.attention.calls import (
     Maybe,
     Request,
     check,
-    check_mask,
     facts,
     kind_of,
     mask_values,
@@ -101,7 +99,7 @@ class Passes:
         if r.key_lengths is not None:
             found["lengths"] = r.key_lengths
         if r.mask is not None:
-            found["mask"] = mask_values(r, self.kind)
+            found["mask"] = mask_values(r.mask, self.kind)
         names = ("starts" if lower else "ends" for _, lower in r.limits.given)
         return found | dict(zip(names, r.limits.values(len(self.memory[0])), strict=True))
 
@@ -216,8 +214,6 @@ def _request(
         query, key, value, lengths, None, None, None, causal, scale, 0.0, mask, own, mask_gradient
     )
     check(request)
-    if mask is not None:
-        check_mask(request, mask)
     return request
 
 
@@ -314,7 +310,7 @@ def attention_kept(
     limits: Limits,
 ) -> torch.Tensor:
     """The result of attention, recorded by autograd."""
-    needed = mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    needed = mask is not None and mask.requires_grad
     own = limits.starts, limits.ends, limits.window, needed
     kept = torch.ops.cutesuper.attention_kept.default
     return kept(*sides, lengths, mask, causal, scale, *own)[0]
