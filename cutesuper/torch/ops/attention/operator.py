@@ -167,8 +167,7 @@ def attention(
         records = _records(tensors, attn_mask)
         if records:
             tensors = _normalized(tensors, norm_eps)
-        counts = is_causal or key_lengths is not None or bool(limits.given)
-        if (records or counts or attn_mask is not None) and _is_one_key(key, page_table):
+        if (records or attn_mask is not None) and _is_one_key(key, page_table):
             tensors, attn_mask = _with_a_hidden_key(tensors, attn_mask)
             is_causal = is_causal and key_lengths is not None
             numbers = (is_causal, scale, norm_eps)
@@ -205,11 +204,12 @@ def _is_one_key(key: torch.Tensor, page_table: Maybe) -> bool:
 
 
 def _with_a_hidden_key(tensors: tuple[Any, ...], mask: Maybe) -> tuple[tuple[Any, ...], Maybe]:
-    """The tensors with a second key behind the lengths. Kernels count along a label, which one key
-    has not."""
+    """The tensors with a second key behind the lengths. Kernels for just these extents count along
+    a label, which one key has not."""
     query, key, value, lengths, *others = tensors
     if lengths is None:
         lengths = torch.ones(query.shape[0], dtype=torch.int32, device=query.device)
+    lengths = lengths.clamp(max=1)
     key, value = (F.pad(t, (0, 0, 0, 1)) for t in (key, value))
     mask = F.pad(mask, (0, 1)) if mask is not None and mask.shape[-1] == 1 else mask
     return (query, key, value, lengths, *others), mask
