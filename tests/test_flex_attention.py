@@ -146,7 +146,8 @@ def learned(device: str, width: int, dtype: torch.dtype) -> None:
 
     def ours(changed: Any, *sides: Any) -> Any:
         block = create_block_mask(causal, None, None, 24, 24, device=device)
-        return cs.ops.flex_attention(*sides, changed, block, enable_gqa=True)
+        given: Any = (*sides, changed, block)
+        return cs.ops.flex_attention(*given, enable_gqa=True)
 
     every = run(dtype, ours), run(torch.float64, by_hand), run(dtype, by_hand)
     for mine, want, other in zip(*every, strict=True):

@@ -232,34 +232,19 @@ class Verifier:
     def _check(self, mu: MuGraph, bound: bool, full: bool) -> Verification:
         check_mugraph(mu)
         check_interface(self.graph, mu)
-        exact, ragged = self._choose.small(mu, False), self._choose.small(mu, True)
-        has = self._has(mu)
+        exact, has = self._choose.small(mu, False), self._has(mu)
         maxima, with_q = has.maxima, has.exponentials
         mode: Mode = "shift" if maxima else "order"
-        found = self._compare(mu, exact, 0, mode, with_q)
-        if found is not None and maxima:
-            mode, found = "order", self._compare(mu, exact, 0, "order", with_q)
-        trials = max(self.trials, INTEGER_TRIALS) if has.hides else self.trials
-        trials = MAX_TRIALS if maxima and mode == "order" else trials
-        plan: list[tuple[Sizes, int, Mode]] = [(exact, t, mode) for t in range(1, trials)]
-        plan.append((ragged, 0, mode))
-        if mode == "shift":  # true maxima may make a denominator 0 that fresh values do not
-            plan.append((exact, 0, "order"))
-        if full:
-            plan.append((real_sizes(mu), 0, "order"))
-        for k, (sizes, trial, how) in enumerate(plan):
-            if found is not None:
-                return _differs(found, k)
-            real = full and k == len(plan) - 1
-            found = self._compare(mu, sizes, trial, how, with_q, real)
-        for trial in range(
-            trials, trials + MORE_TRIALS
-        ):  # until each condition has hidden something
-            if found is not None or all(self._hid.get(exact.inputs, ())):
-                break
-            found = self._compare(mu, exact, trial, mode, with_q)
-        if found is not None:
-            return _differs(found, len(plan))
+        plan = self._plan(mu, has, mode, full)
+        differs = self._first_that_differs(mu, plan, with_q, full)
+        if differs is not None and maxima:
+            # a program that shows a maximum differs by fresh values in its place, though not in a
+            # draw that hides all of its rows
+            mode, plan = "order", self._plan(mu, has, "order", full)
+            differs = self._first_that_differs(mu, plan, with_q, full)
+        trials = self._trials(has, mode)
+        if differs is not None:
+            return differs
         if not all(self._hid.get(exact.inputs, ())):
             why = "what the graph hides by a condition (hide) has no value in any draw"
             return replace(_refused(why), of_graph=True)
@@ -279,7 +264,7 @@ class Verifier:
             real_limit = error_bound(both, None, has.drawn)
         return Verification(
             equal=True,
-            trials=len(plan) + 1,
+            trials=len(plan),
             # with lengths, for instance, which differ from trial to trial, a difference may show in
             # one only
             bound_log2=None if limit.log2 is None else limit.log2 * (1 if has.drawn else trials),
@@ -288,6 +273,44 @@ class Verifier:
             real_extents=full,
             real_bound_log2=real_limit.log2,
         )
+
+    def _trials(self, has: _Kinds, mode: Mode) -> int:
+        """Trials at small extents."""
+        if has.maxima and mode == "order":
+            return MAX_TRIALS
+        return max(self.trials, INTEGER_TRIALS) if has.hides else self.trials
+
+    def _plan(
+        self, mu: MuGraph, has: _Kinds, mode: Mode, full: bool
+    ) -> list[tuple[Sizes, int, Mode]]:
+        """All trials, each with its extents and its maxima."""
+        exact, ragged = self._choose.small(mu, False), self._choose.small(mu, True)
+        plan: list[tuple[Sizes, int, Mode]]
+        plan = [(exact, t, mode) for t in range(self._trials(has, mode))]
+        plan.append((ragged, 0, mode))
+        if mode == "shift":  # true maxima may make a denominator 0 that fresh values do not
+            plan.append((exact, 0, "order"))
+        if full:
+            plan.append((real_sizes(mu), 0, "order"))
+        return plan
+
+    def _first_that_differs(
+        self, mu: MuGraph, plan: list[tuple[Sizes, int, Mode]], with_q: bool, full: bool
+    ) -> Verification | None:
+        """The first trial in which the programs differ; there are more than planned until each
+        condition has hidden something."""
+        for k, (sizes, trial, how) in enumerate(plan):
+            real = full and k == len(plan) - 1
+            if (found := self._compare(mu, sizes, trial, how, with_q, real)) is not None:
+                return _differs(found, k)
+        exact, _, mode = plan[0]
+        first = sum(sizes is exact and how == mode for sizes, _, how in plan)
+        for trial in range(first, first + MORE_TRIALS):
+            if all(self._hid.get(exact.inputs, ())):
+                break
+            if (found := self._compare(mu, exact, trial, mode, with_q)) is not None:
+                return _differs(found, len(plan))
+        return None
 
     def _source_degrees(self, sizes: Sizes, mode: Mode) -> Source:
         key = sizes.inputs, mode

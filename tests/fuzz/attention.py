@@ -101,8 +101,9 @@ def drawn(seed: int, index: int, large: bool) -> Call:
     widths = rng.choice(((16, 16), (64, 64), (32, 32), (24, 40), (64, 32), (128, 128), (8, 8)))
     if large:
         widths = rng.choice((widths, (192, 128), (256, 256), (96, 96)))
+    sizes = rng.choice((1, 2, 3)), rng.choice((1, 2)), rng.choice((1, 1, 2, 3))
     call = Call(
-        rng.choice((1, 2, 3)), rng.choice((1, 2)), rng.choice((1, 1, 2, 3)), *extents, *widths,
+        sizes[0], sizes[1], sizes[2], extents[0], extents[1], widths[0], widths[1],
         rng.choice((torch.bfloat16, torch.float16)), rng.random() < 0.4,
         tokens=rng.random() < 0.3, gradients=rng.random() < 0.5,
         scale=rng.choice((None, None, 0.3)), size=rng.choice((1.0, 1.0, 6.0, 0.01)),
@@ -341,7 +342,8 @@ def found(c: Call, d: Data) -> list[torch.Tensor]:
         if bias is not None and c.mask != "hides":
             bias.requires_grad_()
     norms = dict(zip(("query_norm_weight", "key_norm_weight"), d.weights, strict=False))
-    y = cs.ops.attention(*leaves, bias, **d.options, **norms)
+    query, key, value = leaves
+    y = cs.ops.attention(query, key, value, bias, **d.options, **norms)
     if not c.gradients:
         return [y]
     own = leaves if bias is None or not bias.requires_grad else [*leaves, bias]
