@@ -41,7 +41,7 @@ class Call:
     tokens: bool = False
 
     def judge(self, dtype: torch.dtype, device: str) -> None:
-        """The result and the gradients, by the rule against float64."""
+        """The result and the gradients, that of a bias too, by the rule against float64."""
         torch.manual_seed(0)
         like, many = torch.empty(0, dtype=dtype, device=device), self.heads * self.group
         shapes = (many, self.rows), (self.heads, self.keys), (self.heads, self.keys)
@@ -52,11 +52,12 @@ class Call:
         if self.kind == torch.bool:
             mask[..., 3 % mask.shape[-2], :] = False
         q, k, v = (t.detach().requires_grad_() for t in sides)
+        bias = [mask.requires_grad_()] if self.kind != torch.bool else []
         y = cs.ops.attention(q, k, v, mask, is_causal=self.causal, enable_gqa=True)
-        found = [y.detach(), *torch.autograd.grad(y, (q, k, v), dy)]
+        found = [y.detach(), *torch.autograd.grad(y, (q, k, v, *bias), dy)]
         others = (self._by_torch(sides, mask, dy, t) for t in (torch.float64, dtype))
         for mine, want, eager in zip(found, *others, strict=True):
-            report = acceptable(mine, want, eager, dtype)
+            report = acceptable(mine, want, eager, mine.dtype)
             assert report, report.message
 
     def _drawn(self, heads: int, rows: int, like: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,8 @@ class Call:
         if self.causal:
             sees = sees & torch.ones_like(scores, dtype=torch.bool).tril()
         if mask.dtype != torch.bool:
-            scores = scores + mask.to(dtype)
+            own.append(mask.detach().to(dtype).requires_grad_())
+            scores = scores + own[-1]
         p = scores.masked_fill(~sees, -6e4).softmax(-1) * sees
         y = p @ v
         return [y.detach(), *torch.autograd.grad(y, own, dy.to(dtype))]
@@ -137,15 +139,37 @@ def program(shape: tuple[int, ...], hides: bool) -> KernelGraph:
     ("shape", "hides"), [((2, 1, 1, 256, 512), True), ((2, 2, 256, 512), False)]
 )
 def test_each_pass_is_whole(shape: tuple[int, ...], hides: bool) -> None:
-    parts = cs.split(program(shape, hides), ["q", "k", "v"], save=["out", "lse"])
-    for graph, kernels in (
-        (parts.forward, ["AttentionPlan"]), (parts.backward, ["RowPlan", "SumsPlan", "SumsPlan"])
-    ):  # fmt: skip
+    """The gradient of a bias comes with that of the queries, tile by tile, and another kernel adds
+    up what the bias repeats."""
+    bias = [] if hides else ["mask"]
+    parts = cs.split(program(shape, hides), ["q", "k", "v", *bias], save=["out", "lse"])
+    backward = ["RowPlan", "SumsPlan", "SumsPlan", *(["RowPlan"] * len(bias))]
+    for graph, kernels in ((parts.forward, ["AttentionPlan"]), (parts.backward, backward)):
         options = SearchOptions(lowered=True)
         made = search(graph, H200, options=options, near=1.02).candidates[0].mugraph
         plans = [make_plan(s, made.tensors, H200) for s in made.steps]
         assert [type(p).__name__ for p in plans] == kernels
-        assert "mask: read in registers while scores are multiplied" in plan_text("k", plans[-1])
+        texts = [plan_text("k", p) for p in plans if type(p).__name__ != "RowPlan"]
+        assert all("mask: read in registers while scores are multiplied" in t for t in texts)
+    assert any("tile by tile" in t for t in texts) == (not hides)
+
+
+def test_a_repeated_bias_has_a_gradient() -> None:
+    q = torch.randn(2, 2, 4, 16)
+    bias = torch.randn(1, 1, 1, 4, requires_grad=True)
+    y = cs.ops.attention(q, q, q, bias.expand(2, 1, 4, 4))
+    want = torch.nn.functional.scaled_dot_product_attention(q, q, q, bias)
+    found, wanted = (torch.autograd.grad(t.square().sum(), bias)[0] for t in (y, want))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_one_key() -> None:
+    """Kernels count along the keys: there is a second one, which is hidden."""
+    q, k = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 1, 16, requires_grad=True)
+    y = cs.ops.attention(q, k, k, torch.randn(4, 1), is_causal=True)
+    torch.testing.assert_close(y, k.expand(2, 2, 4, 16))
+    [found] = torch.autograd.grad(y.sum(), k)
+    torch.testing.assert_close(found, torch.full_like(found, 4.0))
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -155,7 +179,6 @@ def test_each_pass_is_whole(shape: tuple[int, ...], hides: bool) -> None:
     (torch.zeros(3, 8), "must broadcast to"),
     (torch.zeros(4, 1), "last extent of 8"),
     (torch.zeros(4, 8, dtype=torch.int32), "use torch.bool"),
-    (torch.zeros(4, 8, requires_grad=True), "requires a gradient"),
     (torch.zeros(4, 8, device="meta"), "move all to one device"),
     (3, "must be a torch tensor"),
 ])  # fmt: skip
@@ -163,5 +186,3 @@ def test_refusals(mask: Any, why: str) -> None:
     q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 8, 16)
     with pytest.raises(CutesuperError, match=why):
         cs.ops.attention(q, k, k, mask)
-    with pytest.raises(CutesuperError, match="normalize, before"):
-        cs.ops.attention(q, k, k, torch.zeros(4, 8), query_norm_weight=torch.ones(16))

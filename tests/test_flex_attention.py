@@ -102,14 +102,7 @@ def test_examples(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.ptx
-@pytest.mark.parametrize("name", ["ALiBi"])
-def test_a_kernel(name: str) -> None:
-    judge(name, torch.bfloat16, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [n for n in EXAMPLES if n != "ALiBi"])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_kernels(name: str) -> None:
     judge(name, torch.bfloat16, "cuda")
 
@@ -125,6 +118,51 @@ def test_tensors_that_a_function_reads_are_read_at_every_call() -> None:
     torch.testing.assert_close(first, q.mean(2, keepdim=True).expand_as(q))
     bias += 1.0
     torch.testing.assert_close(cs.ops.flex_attention(q, q, q, biased), cs.ops.attention(q, q, q))
+
+
+def learned(device: str, width: int, dtype: torch.dtype) -> None:
+    """The result and all gradients of attention with slopes of heads (ALiBi) and a table of
+    distances, which have gradients too, by the rule against float64."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, 24, width, device=device).to(dtype) for n in (4, 2, 2))
+    dy, table = torch.randn(q.shape, device=device).to(dtype), BIAS[:, :24].clone()
+
+    def run(dtype: torch.dtype, attend: Any) -> list[torch.Tensor]:
+        slopes, bias = (t.to(device, dtype).requires_grad_() for t in (SLOPES, table))
+
+        def changed(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return score + slopes[h] * (j - i) + bias[h, (i - j).abs()]
+
+        sides = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        y = attend(changed, *sides)
+        return [y.detach(), *torch.autograd.grad(y, (*sides, slopes, bias), dy.to(dtype))]
+
+    def by_hand(changed: Any, q: Any, k: Any, v: Any) -> Any:
+        at = [torch.arange(n, device=device) for n in (2, 4, 24, 24)]
+        at = [t.view([-1 if d == n else 1 for d in range(4)]) for n, t in enumerate(at)]
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        scores = changed(q @ k.mT * width**-0.5, *at)
+        return scores.masked_fill(at[3] > at[2], -torch.inf).softmax(-1) @ v
+
+    def ours(changed: Any, *sides: Any) -> Any:
+        block = create_block_mask(causal, None, None, 24, 24, device=device)
+        given: Any = (*sides, changed, block)
+        return cs.ops.flex_attention(*given, enable_gqa=True)
+
+    every = run(dtype, ours), run(torch.float64, by_hand), run(dtype, by_hand)
+    for mine, want, other in zip(*every, strict=True):
+        report = acceptable(mine, want, other, mine.dtype)
+        assert report, report.message
+
+
+def test_tensors_that_a_function_reads_have_gradients() -> None:
+    learned("cpu", 16, torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+def test_kernels_of_such_gradients() -> None:
+    learned("cuda", 16, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("score_mod", "why"), [

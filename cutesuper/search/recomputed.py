@@ -17,22 +17,31 @@ from cutesuper.search.cuts import Groups
 
 def recomputed(graph: KernelGraph) -> list[tuple[KernelGraph, Groups]]:
     """The program with scores for every group of outputs, and these groups: outputs that sum over
-    one dimension of scores together, then, if these are several, each output alone.
+    one dimension of scores together, then, if these are several, each output alone. Functions of
+    scores that no product sums, as the gradient of a bias, are made with the first sum over the
+    last dimension of scores, along which they are stored.
 
     Args:
         graph: primitive operators only.
 
     Returns:
-        Nothing if all outputs sum over one dimension, or any over none.
+        Nothing if all outputs sum over one dimension, or any does not depend on scores.
     """
     sums = _Sums(graph)
     found: dict[frozenset[int], list[int]] = {}
     for n, output in enumerate(graph.outputs):
         found.setdefault(sums.dimensions(output), []).append(n)
-    if len(found) < 2 or frozenset() in found:
+    tiles = tuple(found.pop(frozenset(), ()))
+    along = found.get(frozenset((-1,)), [])
+    if len(found) < 2 or (tiles and not along) or not all(map(sums.of_scores, tiles)):
         return []
+    along[:] = sorted((*along, *tiles))
     together = tuple(map(tuple, found.values()))
-    alone = tuple((n,) for n in range(len(graph.outputs)))
+    first = next((n for n in along if n not in tiles), -1)
+    alone = tuple(
+        tuple(sorted((n, *tiles))) if n == first else (n,)
+        for n in range(len(graph.outputs)) if n not in tiles
+    )  # fmt: skip
     return [(_apart(graph, g, sums), g) for g in dict.fromkeys((together, alone))]
 
 
@@ -48,6 +57,11 @@ class _Sums:
             self.reduced.append(sums or any(self.reduced[i] for i in n.inputs))
             before = any(self.after[i] for i in n.inputs) and n.shape[-1:] != (1,)
             self.after.append(before or n.facets.contracts)
+
+    def of_scores(self, n: int) -> bool:
+        """True if an output depends on a product."""
+        graph = self.graph
+        return any(graph.nodes[i].facets.contracts for i in graph.needed([graph.outputs[n]]))
 
     def dimensions(self, output: int) -> frozenset[int]:
         """The dimensions of scores, counted from the end, that an output sums over."""

@@ -113,8 +113,7 @@ def _full_rank(
     graph: KernelGraph, inputs: Sequence[FieldValue | Integers], k: int, a: RecordingDomain
 ) -> bool:
     x = inputs[k]
-    if isinstance(x, Integers) or x.q is None:
-        return False
+    assert isinstance(x, FieldValue) and x.q is not None
     n, order = x.q.size, _U(a.primes.q)
     # row k of the probe adds 1 to element k of the input; the last row adds nothing
     steps = np.vstack([np.eye(n, dtype=np.uint64), np.zeros((1, n), np.uint64)])
@@ -135,8 +134,6 @@ def _full_rank(
     if not columns:
         return True
     values = np.concatenate(columns, 1)
-    if values.shape[1] > min(n, _MAX_ARGUMENTS):
-        return False
     matrix = np.remainder(np.subtract(np.add(values[:-1], order), values[-1]), order)
     return rank(np.ascontiguousarray(matrix.T), a.primes.q) == values.shape[1]
 

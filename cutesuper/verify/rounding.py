@@ -90,13 +90,20 @@ class _Check:
             x = trials.draw(name, self.sizes.tensors[name], spec.dtype, len(spec.shape))
             tensors[name] = x
             given |= {i: _transposed(x, _inverse(order)) for i, order in nodes.items()}
-        values = node_values(self.graph, self._with_pages(given))
-        multiplied = [values[i] for n in self.graph.nodes if n.facets.contracts for i in n.inputs]
+        multiplied = self._multiplied(given)
         for step, program in zip(self.mu.steps, self.sizes.programs, strict=True):
-            found = self._kernel(step, program, tensors, multiplied)
+            read = {i for n in step.reads for i in views.get(n, ())} | {*self.graph.inputs}
+            # what it computes for itself, though another kernel stores it, is not drawn
+            own = self._multiplied({i: x for i, x in given.items() if i in read})
+            found = self._kernel(step, program, tensors, [*multiplied, *own])
             for name, x in found.items():
                 self._check_stored(step, name, x, views.get(name))
                 tensors.setdefault(name, x)
+
+    def _multiplied(self, given: Mapping[int, Any]) -> list[Array]:
+        """The operands of the graph's products, where some of its values are given."""
+        values = node_values(self.graph, self._with_pages(given))
+        return [values[i] for n in self.graph.nodes if n.facets.contracts for i in n.inputs]
 
     def _kernel(
         self,

@@ -19,8 +19,9 @@ from cutesuper.device.products import Products, products
 from cutesuper.skeletons.attention.plan import AttentionPlan
 from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, batch_labels, described, labelled
 
-#: named barriers: one per warpgroup, one for warpgroups that share rows, and one for taking turns
-GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
+#: named barriers: one per warpgroup, one for warpgroups that share rows, and one for taking turns;
+#: behind those of `device.blackwell.products`, one for values that have been cleared
+GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER, CLEARED_BARRIER = 1, 3, 5, 10
 
 
 @dataclass(frozen=True)

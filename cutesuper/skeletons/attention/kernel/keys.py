@@ -13,11 +13,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cutesuper.device.barriers import Barriers, fence_reads, fence_warp
+from cutesuper.device.barriers import Barriers, Meeting, fence_reads, fence_warp
 from cutesuper.device.fragments import NEUTRAL, PIECE, fetched, filled, folded, fragment
 from cutesuper.device.math import choose
 from cutesuper.device.memory import neighbours, one, put
-from cutesuper.skeletons.attention.kernel.context import Known, Memory
+from cutesuper.skeletons.attention.kernel.context import CLEARED_BARRIER, Known, Memory
 from cutesuper.skeletons.attention.kernel.rows import Rows, byte_piece, chunk_of
 
 #: pieces of a row that a thread reads before it computes
@@ -152,14 +152,27 @@ class KeyValues:
     @cute.jit
     def clean(self, here, stage, keys, rows):
         """Set values behind the last key to 0: uninitialised memory may hold NaN, and 0 times NaN
-        is NaN. Warpgroups with other rows may write the same zeros, and do not wait for each other:
-        under a causal mask they walk different numbers of tiles."""
+        is NaN. Of two warpgroups that walk over the same tiles the first one does. The second one
+        waits for it, and not the other way round: the first may have to end its turn."""
         if cutlass.const_expr(self.clears):
             if keys + self.k.key_tile > rows.end:
-                if here.member < self.k.key_tile and keys + here.member >= rows.end:
-                    self.clear(here.memory, stage, here.member)
-                fence_warp()
-                here.group_meets()
+                if cutlass.const_expr(self.k.row_groups == 1):
+                    self.clear_tile(here, stage, keys, rows)
+                else:
+                    cleared = Meeting(CLEARED_BARRIER, 128 * self.k.row_groups)
+                    if here.group == 0:
+                        self.clear_tile(here, stage, keys, rows)
+                        cleared.arrive()
+                    else:
+                        cleared.meet()
+
+    @cute.jit
+    def clear_tile(self, here, stage, keys, rows):
+        """Clear the values of a stage behind the last key; by a warpgroup."""
+        if here.member < self.k.key_tile and keys + here.member >= rows.end:
+            self.clear(here.memory, stage, here.member)
+        fence_warp()
+        here.group_meets()
 
     def clear(self, memory: Memory, stage: Any, key: Any) -> None:
         """Set the values of one key to 0."""

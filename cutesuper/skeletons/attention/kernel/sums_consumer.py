@@ -12,7 +12,7 @@ from cutlass import Float32, Int32
 from cutesuper.device.barriers import Meeting, fence_warp
 from cutesuper.device.fragments import PIECE, fetched, filled, fragment, stored
 from cutesuper.device.math import choose
-from cutesuper.device.memory import neighbours, one, operand_layout
+from cutesuper.device.memory import neighbours, one, operand_layout, put
 from cutesuper.device.products import Product, Products
 from cutesuper.ir.operators.base import CONSTANT, LARGEST, lookup
 from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER
@@ -144,6 +144,8 @@ class SumsConsumer:
             if tile == span.first + span.count:
                 tile = Int32(0) + span.first
         cores.wait(0)
+        if cutlass.const_expr(len(plan.stores) > 0 and len(plan.sights) > 0):
+            self.store_unseen(rows, thread, span)
         if span.total > 0:
             for accumulator, result in zip(r.sums, r.results, strict=True):
                 cores.add(accumulator, result)
@@ -269,6 +271,9 @@ class SumsConsumer:
         if cutlass.const_expr(self.plan.ragged):
             if boundary != 0:
                 self.hide(r, rows, thread, first)
+        for n in cutlass.range_constexpr(len(self.plan.stores)):
+            values = r.fragments[self.fragment_of(self.plan.stores[n].value)]
+            self.store_tile(rows, thread, n, first, values)
         for n in cutlass.range_constexpr(len(self.plan.operands)):
             self.pack(r, n)
         r.cores.begin()
@@ -342,25 +347,26 @@ class SumsConsumer:
 
     @cute.jit
     def hide(self, r, rows, thread, first):
-        """Set the operands of sums to 0 where a row does not see the element."""
+        """Set what is made of the scores to 0 where a row does not see the element."""
         column = first + 2 * (thread.lane % 4)
         for row in cutlass.range_constexpr(2):
             low, high = rows.low[row] - column, rows.high[row] - column
             for j in cutlass.range_constexpr(self.tile // 4):
                 i, own = 4 * (j // 2) + 2 * row + j % 2, 8 * (j // 2) + j % 2
                 seen = (own >= low) & (own < high)
-                for n in cutlass.range_constexpr(len(self.plan.operands)):
-                    values = r.fragments[self.fragment_of(n)]
+                for made in self.plan.made:
+                    values = r.fragments[self.fragment_of(made)]
                     values[i] = choose(seen, values[i], 0.0)
 
-    def fragment_of(self, n: int) -> int:
-        """The fragment in which an operand is left."""
-        return self.plan.phases[-1].slots[self.plan.operands[n]]
+    def fragment_of(self, made: int) -> int:
+        """The fragment in which an operand, or what is stored, is left."""
+        return self.plan.phases[-1].slots[made]
 
     def pack(self, r: Registers, n: int) -> None:
         """Convert an operand to 16 bits."""
         count = self.tile // 2
-        values = neighbours(r.fragments[self.fragment_of(n)].iterator, count).load()
+        fragment = r.fragments[self.fragment_of(self.plan.operands[n])]
+        values = neighbours(fragment.iterator, count).load()
         narrow = stored(values, count, self.p.dtype)
         r.words[n].store(cute.recast_tensor(narrow, Int32).load())
         r.last[0].put(r.operands[n], r.words[n])
@@ -425,6 +431,31 @@ class SumsConsumer:
                     register[b] = x.to(dtype)
                 target = neighbours(base + cute.assume(offset + column, divby=2), 2)
                 cute.autovec_copy(register, target)
+
+    @cute.jit
+    def store_unseen(self, rows, thread, span):
+        """Store 0 in the tiles that this block does not walk over: none of its rows sees them."""
+        zeros = filled(self.tile // 2, 0.0, Float32)
+        for tile in cutlass.range((thread.place.end + self.tile - 1) // self.tile, unroll=1):
+            if (tile < span.first) | (tile >= span.first + span.count):
+                for n in cutlass.range_constexpr(len(self.plan.stores)):
+                    self.store_tile(rows, thread, n, tile * self.tile, zeros)
+
+    @cute.jit
+    def store_tile(self, rows, thread, n: cutlass.Constexpr, first, values):
+        """Store this thread's numbers of a tile of scores, both rows."""
+        view, tensors = self.plan.stores[n].view, thread.tensors
+        end = self.p.extents.of(self.plan.rows, tensors)
+        for row in cutlass.range_constexpr(2):
+            if rows.at[row] < end:
+                line = self.p.line(view, thread.place, rows.at[row], tensors)
+                for block in cutlass.range_constexpr(self.tile // 8):
+                    column = first + 8 * block + 2 * (thread.lane % 4)
+                    target = tensors[view.argument].iterator + (line + column)
+                    pair = [values[4 * block + 2 * row + b] for b in range(2)]
+                    for b in cutlass.range_constexpr(2):
+                        if column + b < thread.place.end:
+                            put(target + b, pair[b].to(dtype_of(self.plan, view)))
 
     def columns_of(self, n: int) -> str:
         """The label of an output's columns."""

@@ -18,6 +18,9 @@ from cutesuper.targets import Target
 
 #: bytes of operands per microsecond that the tensor cores of an SM read: 128 per cycle at 1.75 GHz
 OPERAND_BYTES = 128 * 1750
+#: numbers of scores that an SM stores in a microsecond. Counted, not measured: an instruction of a
+#: warp stores 32 of them in 8 rows, a row in a cycle at 1.75 GHz
+STORED_NUMBERS = 4 * 1750
 #: blocks per SM, one after the other, from which on it does not matter that some are shorter
 EVEN_ROUNDS = 8
 
@@ -105,4 +108,4 @@ def _tile_us(plan: SumsPlan, target: Target) -> tuple[float, float]:
     ops = [op for op in ops if op.kind != CONSTANT and not op.facets.masks]
     exps = sum(op.facets.exponential for op in ops)
     lanes = area * (exps / target.attention.exps_per_us + (len(ops) - exps) / r.lanes_per_us)
-    return tensor, lanes
+    return tensor, lanes + area * len(plan.stores) / STORED_NUMBERS

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from cutesuper.ir.dims import ceil_div
 from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.attention.sums.plan import Sight, SumsPlan
+from cutesuper.skeletons.attention.sums.plan import Sight, StoredScores, SumsPlan
 
 
 def sums_lines(plan: SumsPlan) -> list[str]:
@@ -15,6 +15,7 @@ def sums_lines(plan: SumsPlan) -> list[str]:
     lines = [*_block_lines(plan), *_score_lines(plan)]
     lines += _beside_lines(plan)
     lines += _phase_lines(plan)
+    lines += [_store_line(plan, s) for s in plan.stores]
     lines += [f"visible: {_sight(plan, s)}" for s in plan.sights]
     lines += [_output_line(plan, n) for n in range(len(plan.outputs))]
     lines.append(f"{plan.shared_bytes} bytes of shared memory")
@@ -67,8 +68,12 @@ def _phase_lines(plan: SumsPlan) -> list[str]:
     ]
 
 
+def _store_line(plan: SumsPlan, s: StoredScores) -> str:
+    return f"{plan.arguments[s.view.argument].name} = {_operand(plan, s.value)}, tile by tile"
+
+
 def _operand(plan: SumsPlan, operand: int) -> str:
-    """The operand of a sum as a function of scores and vectors."""
+    """What is made of scores as a function of these and vectors."""
     texts = _given_names(plan)
     for i in plan.between:
         op = plan.program.ops[i]

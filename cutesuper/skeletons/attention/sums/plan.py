@@ -69,6 +69,14 @@ class LoopSum:
 
 
 @dataclass(frozen=True)
+class StoredScores:
+    """A function of the scores that is stored, tile by tile: the operation, and its tensor."""
+
+    value: int
+    view: View
+
+
+@dataclass(frozen=True)
 class Phase:
     """A part of the work between scores and sums; all but the last are done while later scores are
     multiplied.
@@ -77,7 +85,7 @@ class Phase:
         score: place of the last score that it needs.
         ops: operations that it computes, in order.
         slots: the values that it leaves, each with its fragment; after the last phase the operands
-            of the sums.
+            of the sums, and what is stored.
     """
 
     score: int
@@ -117,7 +125,8 @@ class SumsPlan(Plan[SumsSchedule]):
         scores: the products that are computed again.
         sums: what is accumulated.
         operands: the different operands of sums, functions of the scores.
-        between: the element-wise operations between scores and operands, in order.
+        stores: further functions of the scores, which are stored.
+        between: the element-wise operations between scores and what is made of them, in order.
         row_vectors, loop_vectors: loads with one number for each row, for each element of the loop.
         beside: loads that meet the scores, with a number for each row and element of the loop.
         sights: limits of what is visible.
@@ -134,6 +143,7 @@ class SumsPlan(Plan[SumsSchedule]):
     scores: tuple[Score, ...]
     sums: tuple[LoopSum, ...]
     operands: tuple[int, ...]
+    stores: tuple[StoredScores, ...]
     between: tuple[int, ...]
     row_vectors: tuple[int, ...]
     loop_vectors: tuple[int, ...]
@@ -162,6 +172,11 @@ class SumsPlan(Plan[SumsSchedule]):
         every = (*(s.stream for s in self.scores), *(s.stream for s in self.sums))
         return tuple(dict.fromkeys(every))
 
+    @cached_property
+    def made(self) -> tuple[int, ...]:
+        """Operands of sums, and what is stored: the values that are made of the scores."""
+        return tuple(dict.fromkeys((*self.operands, *(s.value for s in self.stores))))
+
     # --------------------------------------------------------------------------------- phases
 
     @cached_property
@@ -180,7 +195,7 @@ class SumsPlan(Plan[SumsSchedule]):
         for score in range(len(self.scores)):
             ops = [i for i in self.between if i not in done and self._needs(i) <= score]
             last = score == len(self.scores) - 1
-            left = self.operands if last else self._kept(score)
+            left = self.made if last else self._kept(score)
             if last or (ops and len(left) <= score + 1):
                 slots = _placed(left, slots)
                 found.append(Phase(score, tuple(ops), slots))
@@ -196,7 +211,7 @@ class SumsPlan(Plan[SumsSchedule]):
     def _kept(self, score: int) -> tuple[int, ...]:
         """Values that depend on scores up to one, and are used when later ones are there."""
         later = [i for i in self.between if self._needs(i) > score]
-        used = (*self.operands, *(j for i in later for j in self.program.ops[i].inputs))
+        used = (*self.made, *(j for i in later for j in self.program.ops[i].inputs))
         return tuple(dict.fromkeys(j for j in used if 0 <= self._needs(j) <= score))
 
     # ---------------------------------------------------------------------------------- tiles
@@ -259,7 +274,7 @@ class SumsPlan(Plan[SumsSchedule]):
     @property
     def fragments(self) -> int:
         """Fragments of a tile of scores that a thread has."""
-        return max(len(self.scores), len(self.operands))
+        return max(len(self.scores), len(self.made))
 
     @property
     def product_registers(self) -> int:

@@ -14,7 +14,7 @@ from cutesuper.ir.thread import fuse
 from cutesuper.ir.unseen import Fate, fate
 from cutesuper.skeletons.attention.plan import Mask
 from cutesuper.skeletons.attention.roles import MAX_RANK, PIECE_BYTES, mask_of
-from cutesuper.skeletons.attention.sums.plan import LoopSum, Score, Sight, SumsPlan
+from cutesuper.skeletons.attention.sums.plan import LoopSum, Score, Sight, StoredScores, SumsPlan
 from cutesuper.skeletons.attention.sums.schedule import SumsSchedule
 from cutesuper.skeletons.base import Argument, Output, Pages, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
@@ -62,21 +62,24 @@ class SumsRoles:
         sums = tuple(map(self._sum, self.second))
         self.rows = self._rows(scores, sums)
         operands = tuple(dict.fromkeys(s.operand for s in sums))
-        between = self._between(scores, operands)
-        finals = {s.final for s in sums}
-        outputs = tuple(
-            Output(
-                self._view(i), fuse(self.program, op.inputs[0], self._is_leaf(finals), self.where)
-            )
-            for i, op in enumerate(self.ops)
-            if op.kind == STORE
+        summed = self.program.dependence.after(self.second)
+        places = [i for i, op in enumerate(self.ops) if op.kind == STORE]
+        stores = tuple(
+            StoredScores(self.ops[i].inputs[0], self._view(i)) for i in places if i not in summed
         )
+        between = self._between(scores, (*operands, *(s.value for s in stores)))
+        finals = {s.final for s in sums}
+        outputs = tuple(self._output(i, finals) for i in places if i in summed)
         rows, loops, beside = self._vectors(scores, between, outputs, finals)
         plan = SumsPlan(
             self.program, self.arguments, self._dtype(scores), self.rows, self.loop, self.visits,
-            scores, sums, operands, between, rows, loops, beside, (), outputs, schedule,
+            scores, sums, operands, stores, between, rows, loops, beside, (), outputs, schedule,
         )  # fmt: skip
         return replace(plan, sights=self._sights(plan))
+
+    def _output(self, i: int, finals: set[int]) -> Output:
+        source = self.ops[i].inputs[0]
+        return Output(self._view(i), fuse(self.program, source, self._is_leaf(finals), self.where))
 
     # ----------------------------------------------------------------------------------- products
 
@@ -134,18 +137,18 @@ class SumsRoles:
 
     # -------------------------------------------------------------------------------- in between
 
-    def _between(self, scores: tuple[Score, ...], operands: tuple[int, ...]) -> tuple[int, ...]:
-        """The element-wise operations from scores to operands, in order."""
+    def _between(self, scores: tuple[Score, ...], made: tuple[int, ...]) -> tuple[int, ...]:
+        """The element-wise operations from scores to what is made of them, in order."""
         products = {s.value for s in scores}
         before = {j for i in products for j in self.program.dependence.before(i)}
-        found = {j for i in operands for j in self.program.dependence.before(i)} - before
+        found = {j for i in made for j in self.program.dependence.before(i)} - before
         used = {j for i in found for j in self.ops[i].inputs}
         found |= {i for i in used if self.ops[i].kind == CONSTANT}
         between = tuple(sorted(i for i in found if self.ops[i].kind != LOAD))
         for i in between:
             if not self._runs(self.ops[i]):
                 raise self._refuse(f"{self.ops[i].kind} (operation {i}) between its products")
-        if missing := products - used - set(operands):
+        if missing := products - used - set(made):
             raise self._refuse(f"operation {missing.pop()} is used outside of the loop")
         return between
 
@@ -202,15 +205,16 @@ class SumsRoles:
     # -------------------------------------------------------------------------------------- masks
 
     def _sights(self, plan: SumsPlan) -> tuple[Sight, ...]:
-        """The masks as limits of the loop: where one hides a score, every operand has to be 0."""
+        """The masks as limits of the loop: where one hides a score, all that is made of it has to
+        be 0."""
         found = list[Sight]()
         for i in plan.between:
             op = self.ops[i]
             if not op.facets.masks:
                 continue
-            for operand in plan.operands:
-                if self._fate(i, operand) != 0.0:
-                    raise self._refuse(f"operation {operand} is not 0 where operation {i} hides")
+            for made in plan.made:
+                if self._fate(i, made) != 0.0:
+                    raise self._refuse(f"operation {made} is not 0 where operation {i} hides")
             columns, rows = op.attributes["columns"], op.attributes["rows"]
             if {columns, rows} - {None} - {self.loop, self.rows}:
                 raise self._refuse(f"{op.kind} (operation {i}) hides {columns} by {rows}")
@@ -229,10 +233,11 @@ class SumsRoles:
             raise self._refuse(f"{op.facets.counts} along {', '.join(view.labels)}")
         return view
 
-    def _fate(self, mask: int, operand: int) -> float | None:
-        """The value of an operand in the elements that a mask hides; None if it depends on data."""
+    def _fate(self, mask: int, made: int) -> float | None:
+        """The value of an operation in the elements that a mask hides; None if it depends on
+        data."""
         known: dict[int, Fate | None] = {}
-        for i in self.program.dependence.before(operand):
+        for i in self.program.dependence.before(made):
             op = self.ops[i]
             args = [known[j] for j in op.inputs]
             if i == mask:
@@ -243,7 +248,7 @@ class SumsRoles:
                 known[i] = None
             else:
                 known[i] = fate(op.kind, args, op.attributes)
-        found = known[operand]
+        found = known[made]
         return None if found is None else found.value
 
     # -------------------------------------------------------------------------------------- other
@@ -269,6 +274,13 @@ def _check_operands(plan: SumsPlan, where: str) -> None:
             raise LoweringError(f"{where}: {shape} must be contiguous along {plan.inner(load)}")
         if any(s * plan.element_bytes % PIECE_BYTES for s in view.places):
             raise unaligned(where, arg)
+    for s in plan.stores:
+        arg = plan.arguments[s.view.argument]
+        if s.view.stride(plan.loop) != 1 or plan.visits:
+            raise LoweringError(
+                f"{where}: {arg.name}{list(map(str, arg.shape))} is stored tile by tile, and not "
+                f"contiguous along {plan.loop} alone"
+            )
     for output in plan.outputs:
         columns = {s.columns for s in plan.sums if s.final in output.expression.leaves}
         arg = plan.arguments[output.view.argument]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
+from cutesuper.ir.dims import extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.programs import Kept
@@ -96,6 +97,7 @@ class Request:
     eps: float
     mask: Maybe = None
     limits: Limits = NO_LIMITS
+    mask_gradient: bool = False
 
     @property
     def call(self) -> str:
@@ -131,6 +133,7 @@ class Plan:
         capacity: positions of the cache whose beginning keys and values are; 0 if they are whole.
         limit: number of visible keys of every sequence; 0: no limit.
         output: the output as ``[B, H, L, D]``; None if that is what the kernels return.
+        kind: the kernels.
     """
 
     run: Runner
@@ -138,6 +141,7 @@ class Plan:
     capacity: int
     limit: int
     output: View | None
+    kind: Kind
 
     def __call__(
         self,
@@ -146,6 +150,8 @@ class Plan:
         value: torch.Tensor,
         lengths: Maybe,
         others: Sequence[Maybe],
+        mask: Maybe,
+        limits: Limits,
     ) -> torch.Tensor:
         """Run the plan on the tensors of a call; ``others`` are page table and weights of norms."""
         for name, t in (("key", key), ("value", value)) if self.capacity else ():
@@ -158,6 +164,9 @@ class Plan:
         if lengths is not None:
             inputs.append(lengths)
         inputs += [t for t in others if t is not None]
+        if mask is not None:
+            inputs.append(mask_values(mask, self.kind))
+        inputs += limits.values(4 + (self.kind.group > 1))
         [y] = self.run(inputs)
         return y if self.output is None else y.as_strided(*self.output)
 
@@ -182,26 +191,28 @@ def attend(
     causal: bool,
     scale: float | None,
     eps: float,
-    *limits: Any,
+    starts: Maybe = None,
+    ends: Maybe = None,
+    window: bool = False,
+    mask: Maybe = None,
 ) -> torch.Tensor:
-    """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`. ``limits`` are the
-    fields of `Limits`."""
-    others, own = (page_table, query_norm, key_norm), Limits(*limits)
+    """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`."""
+    others, own = (page_table, query_norm, key_norm), Limits(starts, ends, window)
     key_facts = (
         *facts(query), *facts(key), *facts(value), *facts(key_lengths),
         *(f for t in others if t is not None for f in facts(t)),
         page_table is None, query_norm is None, causal, scale, eps, TABLE.changes,
         *(f for t, _ in own.given for f in facts(t)), own.starts is None, own.window,
+        *(() if mask is None else facts(mask)),
     )  # fmt: skip
     plan = _plans.get(key_facts)
     if plan is None:
-        request = Request(query, key, value, key_lengths, *others, causal, scale, eps, None, own)
+        request = Request(query, key, value, key_lengths, *others, causal, scale, eps, mask, own)
         check(request)
         if 0 in (query.numel(), value.numel(), request.positions):
             return torch.zeros_like(result_of(request))
         plan = _plans.made(key_facts, lambda: _plan(request))
-    rank = 4 + (query.shape[1] > key_heads(key, page_table))
-    return plan(query, key, value, key_lengths, (*others, *own.values(rank)))
+    return plan(query, key, value, key_lengths, others, mask, own)
 
 
 def facts(t: Maybe) -> tuple[object, ...]:
@@ -229,6 +240,7 @@ def _plan(r: Request) -> Plan:
     kind = kind_of(r, query_order, key, value, r.key_lengths is not None or limit > 0)
     h, g = kind.heads, kind.group
     extents = Extents(r.query.shape[0], r.query.shape[2], key.positions)
+    kind = kind if r.mask is None else kind.of(extents)
     b, n = extents.batch, extents.rows
     views = tuple(
         None if _is_plain(t, shape) else compact(shape)
@@ -242,7 +254,7 @@ def _plan(r: Request) -> Plan:
     plain = g == 1 and query_order is Order.HEADS
     output = None if plain else ((b, heads, n, width), strides)
     capacity = key.positions if key.positions != r.positions else 0
-    return Plan(runner_of(kind, extents, r.query.device), views, capacity, limit, output)
+    return Plan(runner_of(kind, extents, r.query.device), views, capacity, limit, output, kind)
 
 
 def memory_of(kind: Kind, extents: Extents) -> tuple[tuple[int, ...], ...]:
@@ -316,24 +328,26 @@ def kind_of(r: Request, order: Order, key: Stored, value: Stored, lengths: bool)
 
 def _mask_kind(r: Request, mask: torch.Tensor) -> MaskKind:
     hides = mask.dtype == torch.bool
-    batch, heads, rows = (n > 1 for n in _broadcast(mask)[:3])
-    return MaskKind(as_dtype(r.query.dtype if hides else mask.dtype), hides, batch, heads, rows)
-
-
-def _broadcast(mask: torch.Tensor) -> tuple[int, ...]:
-    """Extents of a mask with four dimensions, 1 where its elements repeat."""
+    # a gradient has all that the mask has: what repeated its elements adds up theirs
     own = zip(mask.shape, mask.stride(), strict=True)
-    return (1,) * (4 - mask.dim()) + tuple(n if step else 1 for n, step in own)
+    differs = [n > 1 and (step != 0 or r.mask_gradient) for n, step in own]
+    batch, heads, rows = ([False] * (4 - mask.dim()) + differs)[:3]
+    dtype = as_dtype(r.query.dtype if hides else mask.dtype)
+    return MaskKind(dtype, hides, batch, heads, rows, r.mask_gradient)
 
 
-def mask_values(r: Request, kind: Kind) -> torch.Tensor:
-    """The mask of a call as kernels read it: contiguous, 1 and 0 for conditions."""
-    mask, own = r.mask, kind.mask
-    assert mask is not None and own is not None
+def mask_values(mask: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """The mask of a call as kernels read it: contiguous, 1 and 0 for conditions, with zeros for the
+    positions of a cache that are not in use."""
+    own = kind.mask
+    assert own is not None
     given = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    for d, n in enumerate(_broadcast(mask)[:3]):
-        given = given if n > 1 else given.narrow(d, 0, 1)
-    return given.to(own.dtype.torch).contiguous().view(mask_shape(kind, own))
+    for d, differs in enumerate((own.batch, own.heads, own.rows)):
+        given = given if differs else given.narrow(d, 0, 1)
+    given = given.to(own.dtype.torch)
+    if behind := extent(kind.keys) - given.shape[-1]:
+        given = F.pad(given, (0, behind))
+    return given.contiguous().view(mask_shape(kind, own))
 
 
 def _memory(b: int, heads: tuple[int, int], rows: int, width: int, order: Order) -> tuple[int, ...]:
@@ -373,14 +387,12 @@ def check(r: Request) -> None:
                 f"{r.call}: {name} has shape {list(t.shape)}, must be [{r.query.shape[3]}] and "
                 "contiguous, one factor for each element of a head"
             )
+    if r.mask is not None:
+        _check_mask(r, r.mask)
 
 
-def check_mask(r: Request, mask: torch.Tensor) -> None:
-    """Refuse a mask that does not broadcast to the scores, or that kernels do not read.
-
-    Raises:
-        ShapeError, DTypeError, DeviceError: says what is wrong, and what to do.
-    """
+def _check_mask(r: Request, mask: torch.Tensor) -> None:
+    """Refuse a mask that does not broadcast to the scores, or that kernels do not read."""
     whole = (r.query.shape[0], r.query.shape[1], r.query.shape[2], r.positions)
     own = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     fits = all(n in (1, m) for n, m in zip(own, whole, strict=False))

@@ -20,7 +20,6 @@ from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
 from cutesuper.torch.ops.attention.calls import KEPT_PLANS, Request, check
 from cutesuper.torch.ops.attention.kind import KEPT_KINDS, Runner
 from cutesuper.torch.ops.attention.score_functions import (
-    SIDES,
     Call,
     Program,
     ScoreMod,
@@ -177,8 +176,8 @@ class _Attention(torch.autograd.Function):
         [name] = both.cotangents
         values[name] = cotangent.to(out.dtype).contiguous()
         made = ctx.passes.backward(_inputs(both.backward, values))
-        found = [made[int(both.gradients[n])] for n in SIDES]
-        return (None, None, *found, *(None,) * (len(tensors) - 3))
+        places = (both.gradients.get(name) for name in ctx.names)
+        return (None, None, *(None if n is None else made[int(n)] for n in places))
 
 
 def _inputs(graph: KernelGraph, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -196,7 +195,8 @@ def flex_attention(
     return_lse: bool = False,
 ) -> Any:
     """``softmax(score_mod(query key^T * scale, b, h, q, k)) value``, like
-    ``torch.nn.attention.flex_attention.flex_attention``, with gradients of query, key and value.
+    ``torch.nn.attention.flex_attention.flex_attention``, with gradients of query, key, value and of
+    tensors that the function reads.
 
     Args:
         query: ``[B, Hq, L, D]``, of float16 or bfloat16; of float32 on the CPU only.
@@ -205,7 +205,8 @@ def flex_attention(
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, the changed score. It is called with
             all scores ``[B, Hq, L, S]`` and indices that broadcast to them, and traced at the first
             call with these extents: numbers that it reads are those of that call. Tensors that it
-            reads are read at every call, and get no gradient.
+            reads are read at every call; for the gradients of those that require one, the gradients
+            of all scores are stored and added up.
         block_mask: of ``create_block_mask``; keys that its ``mask_mod`` hides do not count, and
             rows that see none are zero. It is read once. Where every row sees a range of keys that
             does not begin or end before that of the row in front, as of causal masks, windows,
@@ -231,9 +232,11 @@ def flex_attention(
     hidden = hidden_by(block_mask, shape, query)
     call = _call(request, hidden)
     function = None if score_mod is None else _function(score_mod, call, query.device)
-    kind = (call, score_mod, query.device, TABLE.changes)
-    passes = _passes.made(kind, lambda: _made(program_of(call, function), query.device))
-    out, lse = _Attention.apply(passes, *_tensors(request, call, passes, function, hidden))
+    given = {} if function is None else function.values(indices_of(call, query.device))
+    learned = frozenset(name for name, t in given.items() if t.requires_grad)
+    kind = (call, score_mod, learned, query.device, TABLE.changes)
+    passes = _passes.made(kind, lambda: _made(program_of(call, function, learned), query.device))
+    out, lse = _Attention.apply(passes, *_tensors(request, call, passes, given, hidden))
     out = out.view(*query.shape[:3], value.shape[3])
     return (out, lse.view(query.shape[:3])) if return_lse else out
 
@@ -252,19 +255,18 @@ def _call(r: Request, hidden: Hidden) -> Call:
 
 
 def _tensors(
-    r: Request, call: Call, passes: Passes, function: Traced | None, hidden: Hidden
+    r: Request, call: Call, passes: Passes, given: dict[str, torch.Tensor], hidden: Hidden
 ) -> tuple[Any, ...]:
-    """The names of the inputs, then the inputs, in the shapes of the graph."""
+    """The names of the inputs, then the inputs, in the shapes of the graph; ``given`` are those
+    that PyTorch computed, by their own names."""
     c = call
     found = {
         "query": r.query.reshape(c.batch, c.heads, c.group, c.rows, c.width),
         "key": r.key.reshape(c.batch, c.heads, 1, c.keys, c.width),
         "value": r.value.reshape(c.batch, c.heads, 1, c.keys, c.value_width),
     }
-    if function is not None:
-        made = function.values(indices_of(call, r.query.device))
-        for name, source, shape, dtype in passes.program.beside:
-            found[name] = made[source].to(dtype).reshape(shape)
+    for name, source, shape, dtype in passes.program.beside:
+        found[name] = given[source].to(dtype).reshape(shape)
     if hidden.mask is not None:
         found["mask"] = hidden.mask.view(c.masked)
     found |= {name: t.view(c.masked) for name, t in hidden.limits.items()}

@@ -8,7 +8,6 @@ Both passes are operators of ``torch.library``, so that compilers see them::
         -> gradients
 
 Kernels are those of one kind of call with its extents; CPU tensors run the reference executor.
-Calls with a mask tensor are of this kind whether or not they need gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from cutesuper.torch.ops.attention.calls import (
     Maybe,
     Request,
     check,
-    check_mask,
     facts,
     kind_of,
     mask_values,
@@ -75,7 +73,8 @@ class Passes:
         return [made[0], made[self.split.saved["lse"]]]
 
     def gradients(self, r: Request, kept: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory.
+        """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory, and
+        that of the mask, which is empty if it has none.
 
         ``kept``: the result, the logarithms and the cotangent, by name.
         """
@@ -84,12 +83,11 @@ class Passes:
         for name, t in (("out", kept["out"]), (cotangent, kept["cotangent"])):
             values[name] = self._in_order(t)
         made = self.backward(self._values(self.split.backward, values))
-        places = [self.split.gradients[name] for name in _TENSORS]
+        found = {name: made[int(n)] for name, n in self.split.gradients.items()}
         orders = self.kind.query_order, self.kind.key_order, self.kind.value_order
-        return [
-            _logical(made[int(n)], side, order)
-            for n, side, order in zip(places, (r.query, r.key, r.value), orders, strict=True)
-        ]
+        sides = zip(_TENSORS, (r.query, r.key, r.value), orders, strict=True)
+        own = (_logical(found[name], side, order) for name, side, order in sides)
+        return [*own, _mask_gradient(r, found.get("mask"))]
 
     def _given(self, r: Request) -> dict[str, torch.Tensor]:
         orders = self.kind.query_order, self.kind.key_order, self.kind.value_order
@@ -101,7 +99,7 @@ class Passes:
         if r.key_lengths is not None:
             found["lengths"] = r.key_lengths
         if r.mask is not None:
-            found["mask"] = mask_values(r, self.kind)
+            found["mask"] = mask_values(r.mask, self.kind)
         names = ("starts" if lower else "ends" for _, lower in r.limits.given)
         return found | dict(zip(names, r.limits.values(len(self.memory[0])), strict=True))
 
@@ -113,6 +111,14 @@ class Passes:
 
     def _values(self, graph: KernelGraph, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         return [values[graph.nodes[i].name] for i in graph.inputs]
+
+
+def _mask_gradient(r: Request, found: Maybe) -> torch.Tensor:
+    """The gradient of the mask from that of the graph, if there is one; an empty tensor for a mask
+    that needs none."""
+    if not r.mask_gradient or r.mask is None:
+        return r.query.new_empty(0)
+    return torch.zeros_like(r.mask) if found is None else found.view(r.mask.shape)
 
 
 def _stored(t: torch.Tensor, order: Order) -> torch.Tensor:
@@ -135,8 +141,8 @@ _kernels: Kept[Kind, tuple[Runner, Runner]] = Kept(KEPT_KINDS)
 def _passes_of(r: Request) -> Passes:
     key = (
         *facts(r.query), *facts(r.key), *facts(r.value), *facts(r.key_lengths), *facts(r.mask),
-        *facts(r.limits.starts), *facts(r.limits.ends), r.limits.window, r.causal, r.scale,
-        TABLE.changes,
+        *facts(r.limits.starts), *facts(r.limits.ends), r.limits.window, r.mask_gradient, r.causal,
+        r.scale, TABLE.changes,
     )  # fmt: skip
     return _passes.made(key, lambda: _made(r))
 
@@ -150,19 +156,13 @@ def _made(r: Request) -> Passes:
     extents = Extents(r.query.shape[0], r.query.shape[2], r.positions)
     key, value = (Stored(o, r.positions) for o in sides)
     kind = kind_of(r, order, key, value, r.key_lengths is not None).of(extents)
-    both = split(graph_of(kind), _TENSORS, save=_saved(kind))
+    wrt = (*_TENSORS, "mask") if r.mask_gradient else _TENSORS
+    both = split(graph_of(kind), wrt, save=["out", "lse"])
     if r.query.device.type in KERNEL_DEVICES:
         runners = _kernels.made_on(r.query.device, kind, "attention", lambda: _compiled(both))
     else:
         runners = _reference(kind, both.forward), _reference(kind, both.backward)
     return Passes(kind, memory_of(kind, extents), both, *runners)
-
-
-def _saved(kind: Kind) -> list[str]:
-    """The names of what the backward pass needs; of a softmax over one key, which is written out
-    where there are masks or limits, no result: the sums along its rows have one summand."""
-    written_out = kind.mask is not None or kind.limits
-    return ["lse"] if written_out and kind.keys == 1 else ["out", "lse"]
 
 
 def _compiled(both: Split) -> tuple[Runner, Runner]:
@@ -190,7 +190,7 @@ def _reference(kind: Kind, graph: KernelGraph) -> Runner:
 _library = torch.library.Library("cutesuper", "FRAGMENT")
 _OPTIONS = (
     "bool is_causal, float? scale, Tensor? key_starts=None, Tensor? key_ends=None, "
-    "bool is_window=False"
+    "bool is_window=False, bool mask_gradient=False"
 )
 _SIDES = "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? attn_mask"
 _library.define(
@@ -199,21 +199,21 @@ _library.define(
 )
 _library.define(
     f"attention_backward(Tensor cotangent, {_SIDES}, Tensor result, Tensor lse, {_OPTIONS}) -> "
-    "(Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def _request(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Maybe, mask: Maybe,
-    *options: Any,
+    causal: bool, scale: float | None, starts: Maybe = None, ends: Maybe = None,
+    window: bool = False, mask_gradient: bool = False,
 ) -> Request:  # fmt: skip
-    causal, scale, *limits = options
-    own = Limits(*limits)
-    request = Request(query, key, value, lengths, None, None, None, causal, scale, 0.0, mask, own)
+    own = Limits(starts, ends, window)
+    request = Request(
+        query, key, value, lengths, None, None, None, causal, scale, 0.0, mask, own, mask_gradient
+    )
     check(request)
-    if mask is not None:
-        check_mask(request, mask)
     return request
 
 
@@ -242,7 +242,7 @@ def _pull_back(cotangent: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     given, (result, lse), options = args[:5], args[5:7], args[7:]
     request = _request(*given, *options)
     if _is_empty(request):
-        return tuple(torch.zeros_like(t) for t in given[:3])
+        return (*(torch.zeros_like(t) for t in given[:3]), _mask_gradient(request, None))
     kept = {"out": result, "lse": lse, "cotangent": cotangent.to(result.dtype)}
     return tuple(_passes_of(request).gradients(request, kept))
 
@@ -253,11 +253,12 @@ def _fake_keep(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fake_pull_back(cotangent: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty_like(t) for t in args[:3])
+    request = _request(*args[:5], *args[7:])
+    return (*(torch.empty_like(t) for t in args[:3]), _mask_gradient(request, None))
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    causal, scale, starts, ends, ctx.window = inputs[5:]
+    causal, scale, starts, ends, *ctx.flags = inputs[5:]
     ctx.options = causal, scale
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
@@ -266,12 +267,12 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...
 
 def _differentiate(ctx: Any, cotangent: Maybe, _: Maybe) -> tuple[Maybe, ...]:
     if cotangent is None:
-        return (None,) * 10
+        return (None,) * 11
     *tensors, starts, ends = ctx.saved_tensors
-    made = torch.ops.cutesuper.attention_backward.default(
-        cotangent, *tensors, *ctx.options, starts, ends, ctx.window
+    *made, bias = torch.ops.cutesuper.attention_backward.default(
+        cotangent, *tensors, *ctx.options, starts, ends, *ctx.flags
     )
-    return (*made, *(None,) * 7)
+    return (*made, None, bias if ctx.needs_input_grad[4] else None, *(None,) * 6)
 
 
 def _differentiate_twice(ctx: Any, *cotangents: Maybe) -> Any:
@@ -309,6 +310,7 @@ def attention_kept(
     limits: Limits,
 ) -> torch.Tensor:
     """The result of attention, recorded by autograd."""
-    own = limits.starts, limits.ends, limits.window
+    needed = mask is not None and mask.requires_grad
+    own = limits.starts, limits.ends, limits.window, needed
     kept = torch.ops.cutesuper.attention_kept.default
     return kept(*sides, lengths, mask, causal, scale, *own)[0]

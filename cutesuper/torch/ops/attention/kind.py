@@ -43,6 +43,7 @@ class MaskKind:
         dtype: of its elements, as kernels read them.
         hides: whether it is 0 where a key is hidden; else it is added to the scores.
         batch, heads, rows: whether it differs along these; along the keys it always does.
+        gradient: whether it has one.
     """
 
     dtype: DType
@@ -50,6 +51,7 @@ class MaskKind:
     batch: bool
     heads: bool
     rows: bool
+    gradient: bool = False
 
 
 @dataclass(frozen=True)

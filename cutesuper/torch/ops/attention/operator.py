@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from cutesuper.errors import (
     CutesuperError,
@@ -20,6 +21,9 @@ from cutesuper.ir.arguments import shown
 from cutesuper.runtime.checks import ORDINARY, oddity
 from cutesuper.torch.ops.attention.calls import Limits, Maybe, Request, attend, check, result_of
 from cutesuper.torch.ops.attention.gradient import attention_kept
+from cutesuper.torch.ops.attention.kind import Order
+from cutesuper.torch.ops.attention.layout import order_of
+from cutesuper.torch.ops.rowwise.norms import rms_norm
 
 #: its kernels depend on the order of memory, so a compiler must not change it
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
@@ -34,8 +38,8 @@ _library = torch.library.Library("cutesuper", "FRAGMENT")
 _library.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? page_table, "
     "Tensor? query_norm_weight, Tensor? key_norm_weight, bool is_causal, float? scale, "
-    "float norm_eps, Tensor? key_starts=None, Tensor? key_ends=None, bool is_window=False) -> "
-    "Tensor",
+    "float norm_eps, Tensor? key_starts=None, Tensor? key_ends=None, bool is_window=False, "
+    "Tensor? attn_mask=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, _STRIDES),
 )
 _library.impl("attention", attend, "CPU")
@@ -53,11 +57,14 @@ def _fake(
     is_causal: bool,
     scale: float | None,
     norm_eps: float,
-    *limits: Any,
+    key_starts: Maybe = None,
+    key_ends: Maybe = None,
+    is_window: bool = False,
+    attn_mask: Maybe = None,
 ) -> torch.Tensor:
     request = Request(
         query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight, is_causal,
-        scale, norm_eps, None, Limits(*limits),
+        scale, norm_eps, attn_mask, Limits(key_starts, key_ends, is_window),
     )  # fmt: skip
     check(request)
     return result_of(request)
@@ -104,9 +111,10 @@ def attention(
             cache. Data behind them is not read.
         value: ``[B, Hkv, S, Dv]``, likewise.
         attn_mask: broadcasts to ``[B, Hq, L, S]``. Of bool: True where a key is seen, and rows that
-            see none are zero; of float32 or the query's type: added to the scores. It has no
-            gradient. Its kernels are for just these extents; where ``is_causal`` or
-            ``key_lengths`` say the same, they are faster.
+            see none are zero; of float32 or the query's type: added to the scores, with a
+            gradient, which takes memory for all scores where the bias broadcasts. Its kernels
+            are for just these extents; where ``is_causal`` or ``key_lengths`` say the same, they
+            are faster.
         dropout_p: 0.
         is_causal: row i sees keys 0..i. With ``key_lengths`` the last row sees the last key of its
             sequence, and row i those up to L - 1 - i before it, as in decoding with a cache.
@@ -118,7 +126,8 @@ def attention(
             ``key`` and ``value`` are then ``[pages, P, Hkv, D]``, P a power of two from 16 to 256,
             and ``key_lengths`` is required. Entries behind a sequence's end may be anything.
         query_norm_weight: ``[D]``: every head of the query is first divided by ``sqrt(mean(x^2) +
-            norm_eps)`` and multiplied by it (RMSNorm of each head, as in Qwen3).
+            norm_eps)`` and multiplied by it (RMSNorm of each head, as in Qwen3). Where gradients
+            are recorded, the norms are calls of `rms_norm`, and round their results.
         key_norm_weight: ``[D]``, the same for keys. Keys that were normalized before they were
             cached need none.
         norm_eps: for these.
@@ -134,10 +143,8 @@ def attention(
         ``[B, Hq, L, Dv]``, stored in the order of the query.
 
     Raises:
-        OperatorError: dropout; a mask with pages or weights of norms; a window without
-            ``is_causal``; an option that is not a number.
-        GraphError: a tensor requires a gradient, and there are pages or weights of norms; the mask
-            requires one.
+        OperatorError: dropout; a window without ``is_causal``; an option that is not a number.
+        GraphError: a tensor requires a gradient, and there are pages.
         ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
@@ -148,18 +155,25 @@ def attention(
     numbers = (is_causal, scale, norm_eps)
     try:
         _check_call(tensors, enable_gqa)
-        if attn_mask is not None:
-            _check_masked(tensors, attn_mask)
+        if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+            what = type(attn_mask).__name__
+            raise DTypeError(f"attention: attn_mask is a {what}, must be a torch tensor")
         if is_causal and key_lengths is page_table is None:
             key_lengths = _lengths_of_one_row(query)
             tensors = (*tensors[:3], key_lengths, *tensors[4:])
         limits = Limits(key_starts, key_ends)
         if window is not None:
             limits = _in_window(window, query, key_lengths, is_causal, limits)
-        if _records(tensors) or attn_mask is not None:
-            sides = query, key, value
-            return attention_kept(sides, key_lengths, attn_mask, is_causal, scale, limits)
-        own = limits.starts, limits.ends, limits.window
+        records = _records(tensors, attn_mask)
+        if records:
+            tensors = _normalized(tensors, norm_eps)
+        if (records or attn_mask is not None) and _is_one_key(key, page_table):
+            tensors, attn_mask = _with_a_hidden_key(tensors, attn_mask)
+            is_causal = is_causal and key_lengths is not None
+            numbers = (is_causal, scale, norm_eps)
+        if records:
+            return attention_kept(tensors[:3], tensors[3], attn_mask, is_causal, scale, limits)
+        own = limits.starts, limits.ends, limits.window, attn_mask
         return torch.ops.cutesuper.attention.default(*tensors, *numbers, *own)
     except (AttributeError, RuntimeError) as error:
         if not isinstance(error, CutesuperError):  # PyTorch's, about arguments of another kind
@@ -183,6 +197,22 @@ def _lengths_of_one_row(query: torch.Tensor) -> Maybe:
     if query.dim() != 4 or query.shape[2] != 1:
         return None
     return torch.ones(query.shape[0], dtype=torch.int32, device=query.device)
+
+
+def _is_one_key(key: torch.Tensor, page_table: Maybe) -> bool:
+    return page_table is None and key.dim() == 4 and key.shape[2] == 1
+
+
+def _with_a_hidden_key(tensors: tuple[Any, ...], mask: Maybe) -> tuple[tuple[Any, ...], Maybe]:
+    """The tensors with a second key behind the lengths. Kernels for just these extents count along
+    a label, which one key has not."""
+    query, key, value, lengths, *others = tensors
+    if lengths is None:
+        lengths = torch.ones(query.shape[0], dtype=torch.int32, device=query.device)
+    lengths = lengths.clamp(max=1)
+    key, value = (F.pad(t, (0, 0, 0, 1)) for t in (key, value))
+    mask = F.pad(mask, (0, 1)) if mask is not None and mask.shape[-1] == 1 else mask
+    return (query, key, value, lengths, *others), mask
 
 
 def _in_window(
@@ -251,36 +281,39 @@ def packed_limits(
     return {"key_starts": starts.int()[None], "key_ends": ends.int()[None]}
 
 
-def _check_masked(tensors: Sequence[Any], mask: torch.Tensor) -> None:
-    """Refuse what has no kernels together with a mask tensor."""
-    if not isinstance(mask, torch.Tensor):
-        raise DTypeError(f"attention: attn_mask is a {type(mask).__name__}, must be a torch tensor")
-    if any(t is not None for t in tensors[4:]):
-        raise OperatorError(
-            "attention(attn_mask=...): there are no kernels yet for a mask tensor with pages of "
-            "keys, or with norms of heads; gather the pages, or normalize, before"
-        )
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise GraphError(
-            "attention: attn_mask requires a gradient, and there is no backward for it; detach it, "
-            "or use torch.nn.functional.scaled_dot_product_attention"
-        )
-
-
-def _records(tensors: Sequence[Any]) -> bool:
+def _records(tensors: Sequence[Any], mask: Maybe) -> bool:
     """True if a gradient has to be recorded. Raises GraphError where none can be."""
     query, key, value, _, page_table, *weights = tensors
-    floats = (query, key, value, *(w for w in weights if w is not None))
+    floats = (t for t in (query, key, value, *weights, mask) if t is not None)
     if not torch.is_grad_enabled() or True not in [t.requires_grad for t in floats]:
         return False
-    if page_table is not None or any(w is not None for w in weights):
-        what = "pages of keys" if page_table is not None else "norms of heads"
+    if page_table is not None:
         raise GraphError(
-            f"attention: a tensor requires a gradient, and there is no backward yet for {what}; "
-            "call it under torch.no_grad(), detach the tensors, or "
-            f"{'gather the pages' if page_table is not None else 'normalize'} before"
+            "attention: a tensor requires a gradient, and there is no backward for pages of keys; "
+            "call it under torch.no_grad(), detach the tensors, or gather the pages before"
         )
     return True
+
+
+def _normalized(tensors: Sequence[Any], eps: float) -> tuple[Any, ...]:
+    """The tensors of a call with norms of query and key as operators of their own. Keys behind a
+    length, which may be anything, have the gradient 0."""
+    query, key, value, lengths, table, *weights = tensors
+    if lengths is not None and weights[1] is not None:
+        behind = torch.arange(key.shape[2], device=key.device) >= lengths[:, None]
+        key = key.masked_fill(behind[:, None, :, None], 0.0)
+    sides = (
+        t if weight is None else _norm(t, weight, eps)
+        for t, weight in zip((query, key), weights, strict=True)
+    )
+    return (*sides, value, lengths, table, None, None)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of each head of ``[B, H, S, D]``, in its order of memory."""
+    if order_of(x) is Order.TOKENS:
+        return rms_norm(x.transpose(1, 2), weight, eps=eps).transpose(1, 2)
+    return rms_norm(x, weight, eps=eps)
 
 
 def _check_call(tensors: Sequence[Any], enable_gqa: bool) -> None:

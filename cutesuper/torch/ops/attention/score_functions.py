@@ -37,7 +37,7 @@ from cutesuper.torch.compile.graph_builder import (
 )
 from cutesuper.torch.compile.table import arguments_of, entry_of
 
-#: inputs of the kernel graph that have gradients
+#: inputs of the kernel graph that always have gradients
 SIDES = ("query", "key", "value")
 ScoreMod = Callable[..., torch.Tensor]
 
@@ -177,14 +177,19 @@ class Program:
     beside: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]
 
 
-def program_of(call: Call, function: Traced | None) -> Program:
+def program_of(call: Call, function: Traced | None, learned: frozenset[str]) -> Program:
     """The kernel graph of attention with a function of its scores.
+
+    Args:
+        call: extents and options.
+        function: of the scores.
+        learned: names of the values that PyTorch computes and that have a gradient.
 
     Raises:
         OperatorError: the function has an operator that no kernel graph has.
     """
     try:
-        return _Building(call, function).program()
+        return _Building(call, function).program(learned)
     except (Unsupported, Mismatch) as error:
         raise OperatorError(f"flex_attention: score_mod: {error}") from error
 
@@ -205,7 +210,7 @@ class _Building:
         """The labels of the scores, when all dimensions are known."""
         return tuple(tuple(leaves(d)) or None for d in self.parts)
 
-    def program(self) -> Program:
+    def program(self, learned: frozenset[str]) -> Program:
         nodes = self._shaped()
         b = Builder(self.s, frozenset())
         g = b.g
@@ -227,7 +232,8 @@ class _Building:
         for given, i in zip(b.operands[3:], g.inputs[3:], strict=False):
             shape = tuple(map(extent, g.nodes[i].shape))
             beside.append((g.nodes[i].name, given.node.name, shape, given.dtype))
-        return Program(split(g, SIDES, save=["out", "lse"]), tuple(beside))
+        own = (name for name, source, _, _ in beside if source in learned)
+        return Program(split(g, (*SIDES, *own), save=["out", "lse"]), tuple(beside))
 
     def _sides(self, b: Builder) -> list[Tensor]:
         c = self.call
