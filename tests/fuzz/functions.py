@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import cutesuper as cs
 from cutesuper import pipeline
@@ -369,10 +370,13 @@ class Noise(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
-        if isinstance(y, Tensor) and y.dtype is torch.float64 and not func.is_view:
-            r = 2 * torch.rand(y.shape, generator=self.generator, dtype=torch.float64) - 1
-            return torch.where(y.isfinite(), y * (1 + self.u * r), y)
-        return y
+        return y if func.is_view else tree_map_only(Tensor, self._rounded, y)
+
+    def _rounded(self, y: Tensor) -> Tensor:
+        if y.dtype is not torch.float64:
+            return y
+        r = 2 * torch.rand(y.shape, generator=self.generator, dtype=torch.float64) - 1
+        return torch.where(y.isfinite(), y * (1 + self.u * r), y)
 
 
 def wanted_of(f: Function, inputs: list[Tensor]) -> list[Expected]:
@@ -391,7 +395,11 @@ def wanted_of(f: Function, inputs: list[Tensor]) -> list[Expected]:
 
 
 def gradients_wanted(f: Function, inputs: list[Tensor]) -> list[Expected]:
-    """The right gradients of the sum of all outputs."""
+    """The right gradients of the sum of all outputs.
+
+    Where PyTorch's is NaN in float64 there is no derivative (of the root of an absolute value at 0,
+    for instance, infinity times 0), and nothing is known of it.
+    """
     exact = _gradients(f.callable(exact=True), [x.double() for x in inputs])
     eager = _gradients(f.callable(), inputs)
     u = max(unit(x.dtype) for x in inputs)
@@ -399,7 +407,7 @@ def gradients_wanted(f: Function, inputs: list[Tensor]) -> list[Expected]:
     for seed in range(NOISY):
         with Noise(u, seed):
             runs.append(_gradients(f.callable(exact=True), [x.double() for x in inputs]))
-    return [_expected(v, e, [r[k] for r in runs]) for k, (v, e) in
+    return [_expected(v, e, [r[k] for r in runs], torch.inf) for k, (v, e) in
             enumerate(zip(exact, eager, strict=True))]  # fmt: skip
 
 
@@ -412,11 +420,11 @@ def _gradients(f: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
 
 
-def _expected(v: Tensor, eager: Tensor, noisy: list[Tensor]) -> Expected:
+def _expected(v: Tensor, eager: Tensor, noisy: list[Tensor], of_nan: float = 0.0) -> Expected:
     v = v.double()
     samples = (eager.double(), *(n.double() for n in noisy))
     off = torch.stack([torch.where(s == v, 0.0, (s - v).abs()) for s in samples]).amax(0)
-    off = torch.where(v.isnan() & eager.isnan(), 0.0, torch.nan_to_num(off, torch.inf))
+    off = torch.where(v.isnan() & eager.isnan(), of_nan, torch.nan_to_num(off, torch.inf))
     finite = off.isfinite() & v.isfinite()
     top = float(torch.where(finite, off, 0.0).max()) if v.numel() else 0.0
     size = float(torch.where(finite, v.abs(), 0.0).max()) if v.numel() else 0.0
