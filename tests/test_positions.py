@@ -408,6 +408,8 @@ OTHERS: dict[str, tuple[Mask, int]] = {
         PADDING[:, None, None], 0.0, torch.finfo(torch.float32).min), 3),
     "padding and a window": (lambda q, p: _window(p, p, 4)[:, None, None]
         & PADDING[:, None, None], 1),
+    "padding, whatever the row": (lambda q, p: (
+        (torch.arange(3) >= 0)[:, None] & PADDING[:, None, None]), 3),
     "padding of heads": (lambda q, p: PADDING[None, :, None] & PADDING[:, None, None], 3),
     "a bias": (lambda q, p: torch.where(PADDING[:, None, None], q[..., :1], -torch.inf), 3),
 }  # fmt: skip

@@ -128,7 +128,10 @@ def _between_products(scores: fx.Node, masked: fx.Node) -> bool:
         return [] if products(n) or entry_of(n) is None else list(n.users)
 
     made = any(products(n) for n in reachable([scores], before))
-    return made and all(entry_of(n) is not None for n in reachable([masked], behind))
+    after = reachable([masked], behind)
+    # beside other scores (attention sinks) they are stored, as they are
+    stored = any(n.target is torch.ops.aten.cat.default for n in after)
+    return made and not stored and all(entry_of(n) is not None for n in after)
 
 
 def lengths_of(node: fx.Node) -> Lengths | None:

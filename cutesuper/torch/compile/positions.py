@@ -245,7 +245,10 @@ def _compared(how: str, left: Any, right: Any) -> Condition | None:
     axes = _merged(keys, tuple("query" if name == "count" else name for name in y.axes))
     if axes is None:
         return None
-    return Condition("visible", axes, (_limit(how, x, y, right),))
+    limit = _limit(how, x, y, right)
+    if not limit.upper and not limit.counts and limit.known is not None and limit.known <= 0:
+        return Condition("visible", ("",) * len(axes))
+    return Condition("visible", axes, (limit,))
 
 
 def _last_count(x: Integers) -> int:
