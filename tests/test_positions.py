@@ -59,6 +59,7 @@ MASKS: dict[str, Mask] = {
         :, None, None],
     "where tensors": lambda q, p: torch.where(
         (_keys(p) >= (p + 1)[:, None])[:, None, None], q.new_full((), -torch.inf), q.new_zeros(())),
+    "aligned": lambda q, p: F.pad(_added(q, p), (0, 8))[..., :S].expand(-1, q.shape[1], -1, -1),
     "limits beyond the keys": lambda q, p: (
         (_keys(p) <= p[:, None]) & (_keys(p) > torch.arange(1) - 3) & (_keys(p) < S)
     )[:, None, None],
