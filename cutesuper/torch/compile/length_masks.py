@@ -223,12 +223,12 @@ def _first(n: Limit, queries: Any, keys: Any) -> First | None:
 def _lengths(limits: Sequence[Limit], queries: Any, keys: Any) -> Lengths | None:
     """The lengths that are the same as at most one upper limit; None if there are none."""
     if not limits:
-        return Lengths(None, 0, int(keys))
+        return Lengths(None, 0, 0)
     [n] = limits
     if not isinstance(queries, int) or (queries > 1 and not n.counts):
         return None
     if n.node is None:
-        return Lengths(None, 0, int(keys), True) if n.known == 1 else None
+        return Lengths(None, 0, 0, True) if n.known == 1 else None
     last = queries - 1 if n.counts else 0
     return Lengths(n.node, n.offset + last, int(keys) + last, n.counts)
 
