@@ -59,6 +59,7 @@ MASKS: dict[str, Mask] = {
         :, None, None],
     "where tensors": lambda q, p: torch.where(
         (_keys(p) >= (p + 1)[:, None])[:, None, None], q.new_full((), -torch.inf), q.new_zeros(())),
+    "aligned": lambda q, p: F.pad(_added(q, p), (0, 8))[..., :S].expand(-1, q.shape[1], -1, -1),
     "limits beyond the keys": lambda q, p: (
         (_keys(p) <= p[:, None]) & (_keys(p) > torch.arange(1) - 3) & (_keys(p) < S)
     )[:, None, None],
@@ -408,6 +409,8 @@ OTHERS: dict[str, tuple[Mask, int]] = {
         PADDING[:, None, None], 0.0, torch.finfo(torch.float32).min), 3),
     "padding and a window": (lambda q, p: _window(p, p, 4)[:, None, None]
         & PADDING[:, None, None], 1),
+    "padding, whatever the row": (lambda q, p: (
+        (torch.arange(3) >= 0)[:, None] & PADDING[:, None, None]), 3),
     "padding of heads": (lambda q, p: PADDING[None, :, None] & PADDING[:, None, None], 3),
     "a bias": (lambda q, p: torch.where(PADDING[:, None, None], q[..., :1], -torch.inf), 3),
 }  # fmt: skip

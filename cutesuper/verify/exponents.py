@@ -105,7 +105,11 @@ def jointly_uniform(
     evaluate_graph(graph, once, list(inputs))
     most = min(len(once.residues()), _MAX_ARGUMENTS + 1)
     # a smaller input has no such matrix: its probe, an evaluation for each element, is left out
-    wide = [k for k in affine if isinstance(x := inputs[k], FieldValue) and x.p.size >= most]
+    wide = [
+        k
+        for k in affine
+        if isinstance(x := inputs[k], FieldValue) and x.q is not None and x.q.size >= most
+    ]
     return most <= _MAX_ARGUMENTS and any(_full_rank(graph, inputs, k, domain()) for k in wide)
 
 

@@ -171,6 +171,8 @@ class Attention(_Attention):
             if leaves(q.dims[-2]) and leaves(q.dims[-2]) == leaves(k.dims[-2]):
                 raise Unsupported(node, "takes a mask tensor, and queries that are keys as well")
             s.broadcast(node, [_scores_of(q, k), s.of(beside)])
+        if limits is not None and _keeps_sums(node):
+            raise Unsupported(node, "has a mask, and keeps sums of its rows for gradients")
         y = Value((*q.dims[-len(s.of(a["query"]).dims) : -1], v.dims[-1]))
         if not isinstance(node.meta["val"], tuple | list):
             return y
@@ -179,8 +181,7 @@ class Attention(_Attention):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         at = _places(b, node, a)
-        kept = any(u.target is getitem and u.args[1] == 1 and u.users for u in node.users)
-        if kept and isinstance(b.shapes.values[node][1], Value):
+        if _keeps_sums(node) and isinstance(b.shapes.values[node][1], Value):
             both = self.passes(b, node, a, at)
             y, lse = _inlined(b, both.forward, self.operands(b, node, a, at))
             sums = Built(lse, _last((None, *at.front, at.rows, None), lse))
@@ -226,6 +227,11 @@ class Attention(_Attention):
         slots = [translated(whole, correspondence(scores, b.value(n))) for n in limits.beside]
         pairs = zip(limits.beside, slots, strict=True)
         return [b.tensor(node, n, own, rank=len(own)) for n, own in pairs]
+
+
+def _keeps_sums(node: fx.Node) -> bool:
+    """True if the logarithms of the sums of rows are used."""
+    return any(u.target is getitem and u.args[1] == 1 and u.users for u in node.users)
 
 
 def _scores_of(q: Value, k: Value) -> Value:

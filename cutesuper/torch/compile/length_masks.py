@@ -128,7 +128,10 @@ def _between_products(scores: fx.Node, masked: fx.Node) -> bool:
         return [] if products(n) or entry_of(n) is None else list(n.users)
 
     made = any(products(n) for n in reachable([scores], before))
-    return made and all(entry_of(n) is not None for n in reachable([masked], behind))
+    after = reachable([masked], behind)
+    # beside other scores (attention sinks) they are stored, as they are
+    stored = any(n.target is torch.ops.aten.cat.default for n in after)
+    return made and not stored and all(entry_of(n) is not None for n in after)
 
 
 def lengths_of(node: fx.Node) -> Lengths | None:
@@ -220,12 +223,12 @@ def _first(n: Limit, queries: Any, keys: Any) -> First | None:
 def _lengths(limits: Sequence[Limit], queries: Any, keys: Any) -> Lengths | None:
     """The lengths that are the same as at most one upper limit; None if there are none."""
     if not limits:
-        return Lengths(None, 0, int(keys))
+        return Lengths(None, 0, 0)
     [n] = limits
     if not isinstance(queries, int) or (queries > 1 and not n.counts):
         return None
     if n.node is None:
-        return Lengths(None, 0, int(keys), True) if n.known == 1 else None
+        return Lengths(None, 0, 0, True) if n.known == 1 else None
     last = queries - 1 if n.counts else 0
     return Lengths(n.node, n.offset + last, int(keys) + last, n.counts)
 

@@ -27,6 +27,7 @@ _COUNTS = (torch.int32, torch.int64)
 _ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step",
             "prims.iota.default")  # fmt: skip
 _SUMS = {"aten.add.Tensor": 1, "aten.add.Scalar": 1, "aten.sub.Tensor": -1, "aten.sub.Scalar": -1}
+_PADS = ("aten.constant_pad_nd.default", "aten.pad.default")
 _NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
 _NEGATED = {"visible": "hidden", "hidden": "visible"}
 #: conjunctions, of conditions that hold where keys are visible or where they are hidden
@@ -140,9 +141,23 @@ def _computed(node: fx.Node) -> Marks | None:
         return _chosen(node, *entry.operands(a))
     if isinstance(entry, Filled) and fake(node).dtype is torch.bool:
         return Condition("visible" if _number(node) else "hidden", ("",) * fake(node).dim())
+    if isinstance(entry, Slice) and (inner := _aligned(node, a)) is not None:
+        return marks_of(inner)
     if isinstance(entry, View | Expand | Same | Slice):
         return _viewed(node, next(iter(a.values())), entry)
     return None
+
+
+def _aligned(node: fx.Node, a: Arguments) -> fx.Node | None:
+    """The mask of which a node is a copy whose rows begin at multiples of 16 bytes, padded behind
+    and cut again, as PyTorch's memory-efficient attention has them."""
+    source = a["self"]
+    if str(source.target) not in _PADS or a.get("start"):
+        return None
+    inner, pads = arguments_of(source)["self"], arguments_of(source)["pad"]
+    before, after = fake(inner).shape, fake(node).shape
+    same = len(before) == len(after) and all(map(equal, before, after))
+    return inner if same and not any(pads[::2]) else None
 
 
 def _given(node: fx.Node) -> Marks | None:
@@ -245,7 +260,10 @@ def _compared(how: str, left: Any, right: Any) -> Condition | None:
     axes = _merged(keys, tuple("query" if name == "count" else name for name in y.axes))
     if axes is None:
         return None
-    return Condition("visible", axes, (_limit(how, x, y, right),))
+    limit = _limit(how, x, y, right)
+    if not limit.upper and not limit.counts and limit.known is not None and limit.known <= 0:
+        return Condition("visible", ("",) * len(axes))
+    return Condition("visible", axes, (limit,))
 
 
 def _last_count(x: Integers) -> int:

@@ -351,10 +351,11 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
             "is a condition that leaves the region, and kernels write numbers; "
             "make it one with torch.where or .to()",
         )
-    if not isinstance(built, Built) or not isinstance(built.tensor, Tensor):
-        raise Unsupported(node, "leaves the region, and no kernel computes it as a tensor")
-    if t.dtype not in FLOATS and not built.tensor.dtype.integer:
+    tensor = built.tensor if isinstance(built, Built) else None
+    if t.dtype not in FLOATS and not (isinstance(tensor, Tensor) and tensor.dtype.integer):
         raise Unsupported(node, f"is {t.dtype}")
+    if not isinstance(built, Built) or not isinstance(tensor, Tensor):
+        raise Unsupported(node, "leaves the region, and no kernel computes it as a tensor")
     order = memory_order(t)
     if order is None:
         raise Unsupported(node, "has a result with gaps in memory")
