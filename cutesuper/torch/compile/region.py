@@ -361,7 +361,6 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
         raise Unsupported(node, "has a result with gaps in memory")
     absent = set(leaves(value.absent))
     wanted = b.groups(tuple(p for d in order for p in leaves(value.dims[d]) if p not in absent))
-    tensor = built.tensor
     have = tuple(s for s in built.slots if s is not None)
     if have != wanted:
         tensor = b.tensor(
