@@ -88,7 +88,14 @@ def rows(*kinds: str, n: int = 256, **options: Any) -> Any:
 
 def double(schedule: Any = None, **fields: Any) -> Any:
     """A small `Linear` whose instructions take two blocks of columns: weights (N, K)."""
-    small = {"m": 16, "tile_m": 16, "n": 128, "tile_n": 128, "transposed": True, "norm": False}
+    small: dict[str, Any] = {
+        "m": 16,
+        "tile_m": 16,
+        "n": 128,
+        "tile_n": 128,
+        "transposed": True,
+        "norm": False,
+    }
     plan = few(schedule, **(small | fields))
     assert plan.doubles
     return plan

@@ -349,7 +349,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
         does: bulk loads of weights (N, K) lay 16 columns of one and 16 of the other in turn."""
         more = self.tails or self.vector_products or self.copied or self.gathers
         views = [v for p in self.sections for v in p.columns.values()]
-        whole = all(p.program.dims[p.column] % COLUMN_BLOCK == 0 for p in self.sections)
+        extents = [p.program.dims[p.column] for p in self.sections]
+        whole = all(isinstance(n, int) and n % COLUMN_BLOCK == 0 for n in extents)
         return (
             not more
             and not self.column_major
