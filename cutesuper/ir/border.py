@@ -286,9 +286,9 @@ def _free(name: str, taken: Collection[str]) -> str:
 
 def inside_mugraph(mu: MuGraph) -> tuple[MuGraph, Border]:
     """The inverse of `whole_mugraph`; any muGraph has a program inside."""
-    parts = [t for t in mu.tensors.values() if t.part is not None]
-    of = [name for t in parts for name in (t.part.of,) if t.part is not None]
-    read = sorted((_place_of(t, mu.inputs), t.name) for t in parts if t.part.of in mu.inputs)
+    parts = [(t, t.part.of) for t in mu.tensors.values() if t.part is not None]
+    of = {whole for _, whole in parts}
+    read = sorted((_place_of(t, mu.inputs), t.name) for t, whole in parts if whole in mu.inputs)
     inputs = [(Place(n), name) for n, name in enumerate(mu.inputs)] + read
     outputs: list[tuple[Place, str]] = []
     for n, name in enumerate(mu.outputs):
@@ -297,10 +297,10 @@ def inside_mugraph(mu: MuGraph) -> tuple[MuGraph, Border]:
     tensors = {
         n: replace(t, part=None) for n, t in mu.tensors.items() if n in mu.inputs or n not in of
     }
-    shapes = (tuple(mu.tensors[n].shape for n in side) for side in (mu.inputs, mu.outputs))
-    border = Border(tuple(p for p, _ in inputs), tuple(p for p, _ in outputs), *shapes)
-    names = (tuple(name for _, name in side) for side in (inputs, outputs))
-    return MuGraph(tensors, *names, mu.steps), border
+    given, made = (tuple(mu.tensors[n].shape for n in side) for side in (mu.inputs, mu.outputs))
+    border = Border(tuple(p for p, _ in inputs), tuple(p for p, _ in outputs), given, made)
+    read_as, written_as = (tuple(name for _, name in side) for side in (inputs, outputs))
+    return MuGraph(tensors, read_as, written_as, mu.steps), border
 
 
 def _place_of(t: TensorSpec, border: Sequence[str]) -> Place:

@@ -124,10 +124,9 @@ def check_parts(region: Region) -> None:
     tensors = {f"{side}{n}": pair for side, own in sides.items() for n, pair in enumerate(own)}
     for name, place in region.parts:
         shape, dtype = tensors[name]
-        if (
-            not shape
-            or shape[-1] * dtype.itemsize % BULK
-            or any(n * dtype.itemsize % BULK for n in (place.whole[-1], place.starts[-1]))
+        if not shape or any(
+            extent(n) * dtype.itemsize % BULK
+            for n in (shape[-1], place.whole[-1], place.starts[-1])
         ):
             raise SearchError(
                 f"{name}{show_shape(shape)} lies in a tensor {show_shape(place.whole)}, from "
