@@ -153,7 +153,7 @@ def _size(sized: BlockProgram, form: MatmulForm, work: Work, target: Target) -> 
             loop * r.iteration_us + on_one * m * k * work.per_element_us(target),
             on_one * r.latency_us / (stages - 1),
         ),
-        on_one * multiplied_us(2.0 * m * n * k, m * n, target) if n else 0.0,
+        on_one * multiplied_us(2.0 * m * n * k, m * n, target) / target.doubled if n else 0.0,
         r.first_stage * stage / r.sm_bytes_per_us + _end_us(sized, form, work, target),
     )
 

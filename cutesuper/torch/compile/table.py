@@ -168,8 +168,8 @@ def moves(node: fx.Node) -> bool:
     """True for a node that only moves elements."""
     if node.op != "call_function":
         return False
-    if is_extreme(node) and records((node,)):
-        return True
+    if is_extreme(node):
+        return records((node,))
     return str(node.target) in _MOVES and not arguments_of(node).get("accumulate")
 
 
