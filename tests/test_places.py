@@ -178,8 +178,7 @@ def test_functions_go_on_with_places_in_pytorch(monkeypatch: pytest.MonkeyPatch)
     ("shape", "dim", "dtype"),
     [
         ((5, 24), 1, "float32"),
-        ((5, 301), 1, "bfloat16"),
-        ((4, 4096), 1, "float16"),
+        ((4, 2001), 1, "float16"),
         ((4, 70_000), 1, "bfloat16"),
         ((9, 40, 3), 1, "float16"),
     ],
