@@ -226,6 +226,8 @@ class Reduction(Entry):
 class _Place(Reduction):
     """Places of the largest or smallest elements, along one dimension or in the whole tensor."""
 
+    finds_places = True
+
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         value = super().shape(s, node, a)
         _check_places(s, node)
@@ -251,6 +253,7 @@ class _Extreme(Reduction):
     """
 
     place: Along
+    finds_places = True
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         value = super().shape(s, node, a)
@@ -397,10 +400,11 @@ class _AlongOne(Entry):
 class CumulativeSum(Entry):
     """Sums along a dimension up to each element. Rows that no block holds are divided."""
 
+    def knows(self, node: fx.Node, a: Arguments) -> bool:
+        """True for sums of numbers, not of integers and conditions."""
+        return {fake(a["self"]).dtype, fake(node).dtype} <= {*FLOATS}
+
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        dtype = fake(a["self"]).dtype
-        if dtype not in FLOATS or fake(node).dtype not in FLOATS:
-            raise Unsupported(node, f"computes {fake(node).dtype} from {dtype}")
         x = s.of(a["self"])
         if not x.dims:
             raise Unsupported(node, "works along a tensor of no dimensions")
