@@ -22,7 +22,7 @@ class Between(nn.Module):
     """A step that no region has, with a gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cumsum(x, 0)
+        return torch.cumprod(x, 0)
 
 
 class GatedMLP(nn.Module):

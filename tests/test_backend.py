@@ -193,7 +193,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "an extent as a number": lambda x: x * x.shape[0],
     "expanded": lambda x: (x[:1].expand(5, 16).exp(), x.mean(0).expand(3, 16) * 1),
     "dead code": lambda x: (x.exp() @ W, x * 2)[1],
-    "a scan": lambda x: x.exp().cumsum(0) * 2,
+    "a scan": lambda x: x.exp().cumprod(0) * 2,
     "channels last": lambda x: x.reshape(1, 4, 16, 4).to(memory_format=torch.channels_last) * 2,
 }  # fmt: skip
 
@@ -295,7 +295,7 @@ class Scan(torch.nn.Module):
     """A step that no region has."""
 
     def forward(self, x: Any) -> Any:
-        return torch.atan2(torch.cumsum(x, 0), torch.ones_like(x))
+        return torch.atan2(torch.cumprod(x, 0), torch.ones_like(x))
 
 
 def test_equal_layers_are_searched_for_once(

@@ -168,7 +168,7 @@ def test_what_gets_no_kernels_is_as_fast_as_with_inductor() -> None:
     class Scan(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             for _ in range(3):
-                x = torch.atan2(torch.cumsum(x, -1), torch.ones_like(x)) * torch.sigmoid(x)
+                x = torch.atan2(torch.cumprod(x, -1), torch.ones_like(x)) * torch.sigmoid(x)
             return x
 
     model = Scan()
@@ -200,7 +200,7 @@ def test_equal_layers_are_judged_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
             self.mlp = GatedMLP(WIDTH, WIDTH)
 
         def forward(self, x: Any) -> Any:
-            return torch.atan2(torch.cumsum(self.mlp(x), -1), torch.ones_like(x))
+            return torch.atan2(torch.cumprod(self.mlp(x), -1), torch.ones_like(x))
 
     x = torch.randn(16, WIDTH, device="cuda").bfloat16()
     found: dict[int, int] = {}

@@ -350,7 +350,7 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
     (
         lambda g, x, w: g.mark_output(g.exp(x), "int32"),
         DTypeError,
-        "mark_output(t2[4, 6] float16, int32): only places (argmax) are integers; use one of",
+        "mark_output(t2[4, 6] float16, int32): nothing is computed in integers; use one of float16",
     ),
     (
         lambda g, x, w: g.new_input((4,), dtype="int8"),

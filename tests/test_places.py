@@ -111,8 +111,8 @@ def test_programs_compute_nothing_with_places() -> None:
     )
     store = next(i for i, op in enumerate(ops) if op.kind == STORE and op.inputs == (place,))
     for where, kind, message in (
-        (place, "max", "out0 is int64; places"),
-        (largest, "argmax", "out1 is float32; places"),
+        (place, "max", "out0 is int64, and only lengths, tables and labels are"),
+        (largest, "argmax", r"out1 is float32, and takes places \(argmax\)"),
         (store, "square", "combined by argmax and stored"),
     ):
         attributes = {} if kind == "square" else ops[where].attributes
@@ -137,7 +137,7 @@ def test_values_have_gradients_and_places_have_none() -> None:
         (lambda g, x: g.mul(g.argmax(x, 1), 2.0), r"is int64, which only .* and places \(argmax\)"),
         (lambda g, x: g.pick(x, g.argmax(x, 1)), "must be an int64 or int32 input"),
         (lambda g, x: g.mark_output(g.argmax(x, 1), "float32"), "it is int64; leave the type out"),
-        (lambda g, x: g.mark_output(g.max(x, 1), "int64"), r"only places \(argmax\) are integers"),
+        (lambda g, x: g.mark_output(g.max(x, 1), "int64"), "nothing is computed in integers"),
         (lambda g, x: g.argmax(g.sum(x, 1), 1), "there is one element, whose place is 0"),
         (lambda g, x: cs.grad(g, outputs=[g.mark_output(g.argmax(x, 1))]), "no gradient"),
         (lambda g, x: g.mark_output(g.argmax(g.concat([x, x], 1), 1)).graph.expanded(),
@@ -178,8 +178,7 @@ def test_functions_go_on_with_places_in_pytorch(monkeypatch: pytest.MonkeyPatch)
     ("shape", "dim", "dtype"),
     [
         ((5, 24), 1, "float32"),
-        ((5, 301), 1, "bfloat16"),
-        ((4, 4096), 1, "float16"),
+        ((4, 2001), 1, "float16"),
         ((4, 70_000), 1, "bfloat16"),
         ((9, 40, 3), 1, "float16"),
     ],

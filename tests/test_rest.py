@@ -20,7 +20,7 @@ IMAGE, ONE, THREE, BIAS = randn(2, 16, 5, 7), randn(24, 16, 1, 1), randn(8, 24, 
 LAST = IMAGE.to(memory_format=torch.channels_last)
 
 PARTS: dict[str, tuple[Any, Any, list[str]]] = {  # program, inputs, what PyTorch computes
-    "cumsum": (lambda x, w: F.silu(torch.cumsum(F.linear(x, w), -1)), (X, W), ["aten.cumsum"]),
+    "cumprod": (lambda x, w: F.silu(torch.cumprod(F.linear(x, w), -1)), (X, W), ["aten.cumprod"]),
     "convolution": (lambda x, w, y: F.relu(F.conv2d(F.relu(F.conv2d(x, w)), y, padding=1)),
                     (IMAGE, ONE, THREE), ["aten.convolution"]),
     "nothing else": (torch.linalg.inv, (randn(4, 4) + 9 * torch.eye(4),),

@@ -373,11 +373,11 @@ def test_a_layer_of_torch_nn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_regions_that_need_each_other_through_the_rest() -> None:
-    """cumsum, which no kernel computes, stands between two of them."""
+    """cumprod, which no kernel computes, stands between two of them."""
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         p = x.sigmoid()
-        return ((p * 2).cumsum(-1) * y + p * y.exp()).mean()
+        return ((p * 2).cumprod(-1) * y + p * y.exp()).mean()
 
     call, _ = compiled(loss)
     check(call, loss, (X, X + 0.1))

@@ -625,11 +625,12 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
             if dtype not in taker.integer_types:
                 allowed = " or ".join(d.name for d in taker.integer_types)
                 raise GraphError(f"{where}: {taker.name} takes {allowed}, and {name} is {dtype}")
-        if op.kind == STORE and integers != ops[op.inputs[0]].places:
+        places = op.kind == STORE and ops[op.inputs[0]].places
+        if places and not integers:
             raise GraphError(
-                f"{where}: {name} is {dtype}; places (argmax) are integers, and no others"
+                f"{where}: {name} is {dtype}, and takes places (argmax), which are int64"
             )
-        if op.kind == LOAD and integers and len(takers) < len(uses):
+        if integers and not places and (op.kind == STORE or len(takers) < len(uses)):
             raise GraphError(f"{where}: {name} is {dtype}, and only lengths, tables and labels are")
         if operator is None:
             continue

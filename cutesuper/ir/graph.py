@@ -370,7 +370,7 @@ class KernelGraph(NamedOperators):
             raise DTypeError(f"mark_output({t!r}, {dtype}): it is {t.dtype}; leave the type out")
         if dtype.integer:
             raise DTypeError(
-                f"mark_output({t!r}, {dtype}): only places (argmax) are integers; use one of "
+                f"mark_output({t!r}, {dtype}): nothing is computed in integers; use one of "
                 f"{', '.join(ALL)}"
             )
         if t.node.facets.puts and dtype != t.dtype:

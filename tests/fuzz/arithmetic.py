@@ -68,6 +68,10 @@ class Numbers:
         """Sum, with the dimension."""
         return self._noise(x.sum(dim, keepdim=True), x.abs().sum(dim, keepdim=True), 1.0)
 
+    def scan(self, x: Tensor, reverse: bool) -> Tensor:
+        """Sums along the last dimension up to each element, or from each on."""
+        return self._noise(_scanned(x, reverse), _scanned(x.abs(), reverse), 1.0)
+
     def max(self, x: Tensor, dim: int) -> Tensor:
         """Maximum, with the dimension."""
         return x.amax(dim, keepdim=True)
@@ -167,6 +171,12 @@ class Balls:
         e = x.e.sum(dim, keepdim=True) + own * _size(x.v).sum(dim, keepdim=True)
         return self._ball(x.v.sum(dim, keepdim=True), e)
 
+    def scan(self, x: Ball, reverse: bool) -> Ball:
+        """Sums along the last dimension up to each element, or from each on."""
+        own = min(x.v.shape[-1], CHAIN) * unit(torch.float32)
+        e = _scanned(x.e, reverse) + own * _scanned(_size(x.v), reverse)
+        return self._ball(_scanned(x.v, reverse), e)
+
     def max(self, x: Ball, dim: int) -> Ball:
         """Maximum, with the dimension."""
         v = x.v.amax(dim, keepdim=True)
@@ -220,6 +230,10 @@ class Balls:
 
     def _ball(self, v: Tensor, e: Tensor) -> Ball:
         return Ball(v, torch.where(e.isnan(), torch.inf, e).broadcast_to(v.shape))
+
+
+def _scanned(x: Tensor, reverse: bool) -> Tensor:
+    return x.flip(-1).cumsum(-1).flip(-1) if reverse else x.cumsum(-1)
 
 
 def _end(x: Ball, sign: float) -> Tensor:

@@ -50,7 +50,8 @@ DOMAINS: dict[str, tuple[tuple[str, float | None], ...]] = {
 #: operators that programs are made of more often than a draw from the table gives them
 USUAL = ("add", "mul", "sub", "div", "maximum", "matmul", "matmul", "matmul", "sum", "mean", "max",
          "softmax", "rms_norm", "layer_norm", "silu", "gelu", "exp", "square", "transpose",
-         "scaled_dot_product_attention", "concat", "hide", "keep", "lift", "argmax")  # fmt: skip
+         "scaled_dot_product_attention", "concat", "hide", "keep", "lift", "argmax",
+         "cumsum")  # fmt: skip
 
 
 def draw_case(seed: int, index: int) -> Case:
@@ -452,6 +453,13 @@ def _rotate_half(d: Draw, op: Operator) -> None:
     last = d.dims(i)[-1]
     if not isinstance(last, Symbol) and last % 2 == 0:
         d.step("rotate_half", i)
+
+
+@recipe("cumsum")
+def _cumsum(d: Draw, op: Operator) -> None:
+    i = d.value(1)
+    if not isinstance(d.dims(i)[-1], Symbol):
+        d.step("cumsum", i, reverse=d.rng.random() < 0.4)
 
 
 @recipe("causal_mask")

@@ -137,6 +137,11 @@ def _mean(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype)
     return _scaled(m, m.sum(args[0], a["dim"]), 1.0 / m.value(args[0]).shape[a["dim"]])
 
 
+@formula("cumsum")
+def _cumsum(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.scan(args[0], a["reverse"])
+
+
 @formula("prod")
 def _prod(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     count = m.value(args[0]).shape[a["dim"]]

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from cutesuper.ir.dims import extent, size
+from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.skeletons.rows.form import MAX_CLUSTER_ROW
 from cutesuper.skeletons.rows.schedule import MAX_ROW
@@ -226,6 +227,8 @@ class Reduction(Entry):
 class _Place(Reduction):
     """Places of the largest or smallest elements, along one dimension or in the whole tensor."""
 
+    finds_places = True
+
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         value = super().shape(s, node, a)
         _check_places(s, node)
@@ -251,6 +254,7 @@ class _Extreme(Reduction):
     """
 
     place: Along
+    finds_places = True
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
         return not records((node,))
@@ -398,26 +402,38 @@ class _AlongOne(Entry):
 
 @enter("aten.cumsum.default")
 class CumulativeSum(Entry):
-    """Sums along a dimension up to each element, in rows that a block holds."""
+    """Sums along a dimension up to each element. Rows that no block holds are divided."""
+
+    def knows(self, node: fx.Node, a: Arguments) -> bool:
+        """True for sums of numbers, not of integers and conditions."""
+        return {fake(a["self"]).dtype, fake(node).dtype} <= {*FLOATS}
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        dtype = fake(a["self"]).dtype
-        if dtype not in FLOATS or fake(node).dtype not in FLOATS:
-            raise Unsupported(node, f"computes {fake(node).dtype} from {dtype}")
         x = s.of(a["self"])
         if not x.dims:
             raise Unsupported(node, "works along a tensor of no dimensions")
-        s.reduced(node, [x.dims[integers(node, a["dim"])[0] % len(x.dims)]])
+        row = x.dims[integers(node, a["dim"])[0] % len(x.dims)]
+        s.reduced(node, divided(row, alone=True))
         return Value(x.dims, x.absent)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         t, slots = whole_tensor(b, node, a["self"])
-        group = b.one(node, b.shapes.runs[node][0])
-        if group is None:
+        groups = [b.one(node, run) for run in b.shapes.runs[node]]
+        if groups == [None]:
             return Built(b.g.mul(t, 1.0), slots)
-        if group not in slots:
+        if any(group not in slots for group in groups):
             raise Unsupported(node, "works along a dimension of repeated elements")
-        return Built(b.g.cumsum(t, slots.index(group)), slots)
+        return Built(self._along(b.g, t, [slots.index(group) for group in groups]), slots)
+
+    def _along(self, g: KernelGraph, t: Tensor, dims: Sequence[int]) -> Tensor:
+        """Sums within a part, and all parts before it, in float32."""
+        if len(dims) == 1:
+            return g.cumsum(t, dims[0])
+        part, parts = dims
+        wide = g.convert(t, float32)
+        total = g.sum(wide, part)
+        before = g.sub(g.cumsum(total, parts), total)
+        return g.convert(g.add(g.cumsum(wide, part), before), t.dtype)
 
 
 # ------------------------------------------------------------------------------------------- norms

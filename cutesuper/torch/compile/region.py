@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import getitem
 from typing import Any
 
 import torch
@@ -313,6 +314,13 @@ def _dtype(node: fx.Node) -> Any:
     return getattr(node.meta.get("val"), "dtype", None)
 
 
+def _is_place(node: fx.Node) -> bool:
+    """True for places of elements, with which kernels do not go on."""
+    source = node.all_input_nodes[0] if node.target is getitem else node
+    entry = entry_of(source)
+    return _dtype(node) in INTEGERS and entry is not None and entry.finds_places
+
+
 def _narrows(cast: fx.Node, node: fx.Node) -> bool:
     """True if a node has smaller elements than another one."""
     new, old = _dtype(cast), _dtype(node)
@@ -323,7 +331,7 @@ def _uses(node: fx.Node, last: fx.Node, inside: _Inside) -> Iterator[tuple[fx.No
     for user in node.users:
         if user in inside or (is_negated(user) and all(u in inside for u in user.users)):
             continue
-        if is_free(user) and user.op == "call_function" and _dtype(node) not in INTEGERS:
+        if is_free(user) and user.op == "call_function" and not _is_place(node):
             yield from _uses(user, user if _narrows(user, last) else last, inside)
         else:
             yield last, user

@@ -32,11 +32,13 @@ class Entry:
             that cannot see through it reads its result.
         products: the number of products of matrices that it stands for.
         unread: names of arguments whose elements make no difference.
+        finds_places: it has places of elements as a result, or among its results.
     """
 
     changes: ClassVar[bool] = False
     products: ClassVar[int] = 0
     unread: ClassVar[tuple[str, ...]] = ()
+    finds_places: ClassVar[bool] = False
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
         """False for arguments with which no kernel graph has the operator, so that it is as one

@@ -104,7 +104,7 @@ class Scan:
         if self.warps == 1:
             carried = list(accumulate(wholes[:-1], _sum, initial=self._nothing()))
         else:
-            self.leave([w for whole in wholes for w in whole], self.base + self.warp, lane == 0)
+            self.leave(wholes, self.base + self.warp, lane == 0)
             carried = self._carried(lane)
         return [_sum(before, x) for before, (_, x) in zip(carried, own, strict=True)]
 
@@ -115,10 +115,13 @@ class Scan:
     def leave(self, wholes, at, writes):
         """Write the sums of a warp's accesses."""
         if writes:
-            for n in cutlass.range_constexpr(self.chunks * self.words):
-                c, word = n // self.words, n % self.words
-                put(self.slots + (at + (word * self.count + c * self.warps)), wholes[n])
+            self._write(wholes, at)
         cute.arch.sync_threads()
+
+    def _write(self, wholes: list[Sum], at: Any) -> None:
+        for c, whole in enumerate(wholes):
+            for word, x in enumerate(whole):
+                put(self.slots + (at + (word * self.count + c * self.warps)), x)
 
     def _carried(self, lane: Any) -> list[Sum]:
         """The sums of all warps and accesses before each access of this warp: every warp sums up
