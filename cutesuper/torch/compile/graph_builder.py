@@ -631,7 +631,7 @@ class Builder:
     def _part_of_input(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
         given = self.operands[self.g.inputs.index(t.index)]
         if place != 0 or given.part is not None or isinstance(t.shape[0], Symbol):
-            raise Mismatch("takes a part of a tensor that a kernel reads whole")
+            return self.g.slice(t, place, start, stop)
         key = (t.index, start, stop)
         if key not in self._inputs:
             shape = (stop - start, *t.shape[1:])
@@ -646,11 +646,11 @@ class Builder:
 
 
 def _along_a_dimension(t: Tensor) -> bool:
-    """True for a reduction along a dimension, a norm, or elements that change places along the
-    last: any dimensions may stand in front."""
+    """True for a reduction along a dimension, a norm, a part, or elements that change places along
+    the last: any dimensions may stand in front."""
     facets = t.node.facets
     composed = facets.composite and not (facets.integers or facets.one_type)
-    return bool(facets.reduces) or facets.turns or composed
+    return bool(facets.reduces) or facets.turns or facets.cuts or composed
 
 
 def _in_memory(slots: Slots, stored: Sequence[Dims]) -> Slots:

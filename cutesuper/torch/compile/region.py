@@ -194,6 +194,8 @@ def _converted(nodes: Sequence[fx.Node], constants: Collection[fx.Node], through
         # parts of weights are inputs of their own, so the whole may no longer be needed
         graph, kept = only(b.g, range(len(b.g.outputs)))
         graph.expanded()
+        if graph.joins_sums:
+            raise Unsupported(nodes[-1], "joins what depends on sums over the pieces that it joins")
         check_definition("trace", graph)
     except (Mismatch, CutesuperError, Unsupported) as error:
         raise explain(nodes[-1], error) from None
