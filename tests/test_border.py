@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cutesuper as cs
 from cutesuper import pipeline
@@ -213,3 +214,49 @@ def test_exports_work_on_parts(tmp_path: Path) -> None:
     [y] = check(kernel, inputs)
     kernel.export(tmp_path / "x.so", header=tmp_path / "x.h")
     assert torch.equal(cs.load(tmp_path / "x.so")(*inputs), y)
+
+
+# ------------------------------------------------------------------------------ traced functions
+
+
+def heads(x: torch.Tensor, width: int = 32) -> list[torch.Tensor]:
+    """Queries, keys and values ``[B, H, L, D]`` of a packed projection ``[B, L, 3 H D]``."""
+    return [t.unflatten(-1, (-1, width)).transpose(1, 2) for t in x.chunk(3, -1)]
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*heads(x), is_causal=True)
+
+
+#: shapes of the arguments, a function, and the parts that its kernels read and write, sorted
+FUNCTIONS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any], list[str]]] = {
+    "halves": ([(16, 48)], lambda x: F.silu(x[..., :24]) * x[..., 24:],
+               ["X[:, 0:24]", "X[:, 24:48]"]),
+    "one column": ([(4, 5, 16)], lambda x: x[:, 3].relu(), ["X[:, 3:4, :]"]),
+    "stacked": ([(4, 16), (4, 16)], lambda x, y: torch.stack([x * 2, y.relu()], 1),
+                ["out0[:, 0:16]", "out0[:, 16:32]"]),
+    "columns of a weight": ([(16, 32), (32, 48)], lambda x, w: x @ w[:, 16:], ["X[:, 16:48]"]),
+    "packed heads": ([(2, 16, 192)], attention,
+                     ["X[:, :, 0:2, :]", "X[:, :, 2:4, :]", "X[:, :, 4:6, :]"]),
+    "a norm of what is put together": (
+        [(16, 8), (16, 16)], lambda x, y: F.rms_norm(torch.cat([x, y], -1), (24,)),
+        ["out0[:, 0:8]", "out0[:, 8:24]"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_read_and_write_parts(name: str) -> None:
+    shapes, f, parts = FUNCTIONS[name]
+    program = cs.superoptimize(f, [torch.randn(s).half() for s in shapes], target="h200")
+    kernels = [r.kernel.mugraph for r in program.regions]
+    assert sorted(t.name for mu in kernels for t in mu.tensors.values() if t.part) == parts
+    inputs = [torch.randn(s).half() for s in shapes]
+    torch.testing.assert_close(program(*inputs), f(*inputs), rtol=4e-3, atol=4e-3)
+
+
+def test_arguments_that_are_parts_themselves() -> None:
+    """Places are counted from the argument, wherever it begins, and whatever its strides are."""
+    big = torch.randn(7, 16, 192).half()
+    program = cs.superoptimize(attention, [big[3:5]], target="h200")
+    for x in (big[3:5], big[1:3], torch.randn(192, 2, 16).half().permute(1, 2, 0)):
+        torch.testing.assert_close(program(x), attention(x), rtol=4e-3, atol=4e-3)
