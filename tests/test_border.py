@@ -25,6 +25,8 @@ from cutesuper.targets import H200
 from cutesuper.verify.numeric import compare
 from tests import zoo
 from tests.test_gpu import check
+from tests.tracing import check as check_traced
+from tests.tracing import randn, traced
 
 Build = Callable[[KernelGraph, list[Tensor]], Any]
 ROWS = cs.symbol("M", 16)
@@ -228,35 +230,36 @@ def attention(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(*heads(x), is_causal=True)
 
 
-#: shapes of the arguments, a function, and the parts that its kernels read and write, sorted
-FUNCTIONS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any], list[str]]] = {
+#: shapes of the arguments, a function, the parts of inputs that its kernels read, and the number of
+#: parts that they write
+FUNCTIONS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any], list[str], int]] = {
     "halves": ([(16, 48)], lambda x: F.silu(x[..., :24]) * x[..., 24:],
-               ["X[:, 0:24]", "X[:, 24:48]"]),
-    "one column": ([(4, 5, 16)], lambda x: x[:, 3].relu(), ["X[:, 3:4, :]"]),
-    "stacked": ([(4, 16), (4, 16)], lambda x, y: torch.stack([x * 2, y.relu()], 1),
-                ["out0[:, 0:16]", "out0[:, 16:32]"]),
-    "columns of a weight": ([(16, 32), (32, 48)], lambda x, w: x @ w[:, 16:], ["X[:, 16:48]"]),
+               ["X[:, 0:24]", "X[:, 24:48]"], 0),
+    "one column": ([(4, 5, 16)], lambda x: x[:, 3].relu(), ["X[:, 3:4, :]"], 0),
+    "stacked": ([(4, 16), (4, 16)], lambda x, y: torch.stack([x * 2, y.relu()], 1), [], 2),
+    "columns of a weight": ([(16, 32), (32, 48)], lambda x, w: x @ w[:, 16:], ["X[:, 16:48]"], 0),
     "packed heads": ([(2, 16, 192)], attention,
-                     ["X[:, :, 0:2, :]", "X[:, :, 2:4, :]", "X[:, :, 4:6, :]"]),
+                     ["X[:, :, 0:2, :]", "X[:, :, 2:4, :]", "X[:, :, 4:6, :]"], 0),
     "a norm of what is put together": (
-        [(16, 8), (16, 16)], lambda x, y: F.rms_norm(torch.cat([x, y], -1), (24,)),
-        ["out0[:, 0:8]", "out0[:, 8:24]"]),
+        [(16, 8), (16, 16)], lambda x, y: F.rms_norm(torch.cat([x, y], -1), (24,)), [], 2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_read_and_write_parts(name: str) -> None:
-    shapes, f, parts = FUNCTIONS[name]
-    program = cs.superoptimize(f, [torch.randn(s).half() for s in shapes], target="h200")
-    kernels = [r.kernel.mugraph for r in program.regions]
-    assert sorted(t.name for mu in kernels for t in mu.tensors.values() if t.part) == parts
-    inputs = [torch.randn(s).half() for s in shapes]
-    torch.testing.assert_close(program(*inputs), f(*inputs), rtol=4e-3, atol=4e-3)
+def test_functions_read_and_write_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, f, read, written = FUNCTIONS[name]
+    inputs = [randn(*s, dtype=torch.float16) for s in shapes]
+    program = traced(monkeypatch, f, inputs)
+    found = [inside(r.kernel.graph.expanded()) for r in program.regions]
+    names = [n.name for g, _ in found for n in g.nodes if n.operator == "input" and "[" in n.name]
+    assert names == read
+    assert sum(bool(p.starts) for _, border in found for p in border.outputs) == written
+    check_traced(program, f, inputs)
 
 
-def test_arguments_that_are_parts_themselves() -> None:
+def test_arguments_that_are_parts_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Places are counted from the argument, wherever it begins, and whatever its strides are."""
-    big = torch.randn(7, 16, 192).half()
-    program = cs.superoptimize(attention, [big[3:5]], target="h200")
-    for x in (big[3:5], big[1:3], torch.randn(192, 2, 16).half().permute(1, 2, 0)):
-        torch.testing.assert_close(program(x), attention(x), rtol=4e-3, atol=4e-3)
+    big = randn(7, 16, 192)
+    program = traced(monkeypatch, attention, [big[3:5]])
+    for x in (big[3:5], big[1:3], randn(192, 2, 16).permute(1, 2, 0)):
+        check_traced(program, attention, [x])
