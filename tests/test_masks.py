@@ -247,6 +247,13 @@ def test_fresh_values_for_maxima_are_finite_where_anything_is_seen() -> None:
     assert not a.max(uniform(np.random.default_rng(0), ("N",), (4,)), ("N",)).masked
 
 
+def test_a_fresh_maximum_does_not_see_padding() -> None:
+    a = FieldAlgebra(0, shifts=np.random.default_rng(1))
+    x = uniform(np.random.default_rng(0), ("N",), (N,)).hide(np.arange(N) < N - 1)
+    valid = ("N",), np.arange(N) < N - 1
+    assert a.max(x, ("N",), valid).p == HIDDEN != a.max(x, ("N",)).p
+
+
 # --------------------------------------------------------------------------------- block programs
 
 

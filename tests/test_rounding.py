@@ -21,11 +21,11 @@ import cutesuper as cs
 from cutesuper.errors import VerificationError
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.dims import extent
-from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.dtypes import as_dtype, float16
 from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators import lookup
-from cutesuper.ir.rounding import levels, narrow, proportional
+from cutesuper.ir.rounding import Trials, levels, narrow, proportional
 from cutesuper.pipeline import Options, choose
 from cutesuper.search.cuts import Flat
 from cutesuper.targets import H200
@@ -358,6 +358,14 @@ def test_a_maximum_that_is_only_subtracted_is_float32_between_kernels() -> None:
     flat = Flat(graph_of(lambda g, x: g.softmax(g.square(x)), x=(8, 64)).expanded())
     [top] = [i for i, n in enumerate(flat.graph.nodes) if n.facets.selects]
     assert str(flat.dtype(top)) == "float32"
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_norms_of_few_elements_are_of_the_magnitude_of_many(width: int) -> None:
+    # 1 / rms of three normal elements of 2^-12 may be 65504; it is 4096 for the 64 of a head
+    x = Trials().draw("v", (8, width), float16, 2)
+    ratio = np.sqrt(np.square(x).mean(-1)) / levels()[:, :1]
+    assert 0.49 < ratio.min() < ratio.max() < 1.51
 
 
 def test_weights_of_wrong_labels_refuse_nothing() -> None:

@@ -264,7 +264,13 @@ def test_division_by_what_is_always_zero_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "zero", [lambda g, x: g.sub(x, x), lambda g, x: g.mul(x, 0.0), lambda g, x: g.step(g.sub(x, x))]
+    "zero",
+    [
+        lambda g, x: g.sub(x, x),
+        lambda g, x: g.mul(x, 0.0),
+        lambda g, x: g.step(g.sub(x, x)),
+        lambda g, x: g.sqrt(g.sub(x, x)),  # a norm of one element without eps
+    ],
 )
 def test_a_graph_that_always_divides_by_zero_is_named_and_not_to_be_reported(zero: Any) -> None:
     g = new_kernel_graph()

@@ -167,6 +167,10 @@ class Expressions:
         """A function of which nothing is known but that equal arguments give equal values."""
         return self._single(Atom(AtomKind.FUNCTION, name, (), x))
 
+    def root(self, x: int) -> int:
+        """The square root, an opaque function."""
+        return self.opaque("sqrt", x)
+
     @_memoised
     def reduce(self, x: int, parts: tuple[str, ...]) -> int:
         """The sum over parts of a label, whose index is already marked."""

@@ -405,6 +405,7 @@ class FieldAlgebra:
         self.partial: list[FieldValue] = []
         self._keys: dict[str, int] = {}
         self._constants: dict[float, FieldValue] = {}
+        self._zero_root: int | None = None  # the square root of 0, once one was taken
 
     # element-wise --------------------------------------------------------------------------
 
@@ -436,14 +437,18 @@ class FieldAlgebra:
             _refuse(y.gone(), "is a denominator")
         if y.flat and self.records:
             self.partial.append(y)
+        if self._zero_root is not None and (y.p == self._zero_root).any():
+            raise DivisionByZero("a denominator is the square root of zero in the field")
         q = None if x.q is None or y.q is None else inverse(y.q, self.primes.q)
         return self.mul(x, y.like(y.dims, inverse(y.p, self.primes.p), q))
 
     def seen(self, y: FieldValue) -> FieldValue:
         """The divisor y, with 1 in place of 0, as where all its summands are hidden (see
         `cutesuper.ir.unseen`). Those went through an exponential and have no residues mod q."""
-        one = _U(1)
-        return y if y.q is not None else y.like(y.dims, np.where(y.p == 0, one, y.p), None)
+        if y.q is not None:
+            return y
+        empty = y.p == 0 if self._zero_root is None else (y.p == 0) | (y.p == self._zero_root)
+        return y.like(y.dims, np.where(empty, _U(1), y.p), None)
 
     def exp(self, x: FieldValue) -> FieldValue:
         """OMEGA^x: consumes the residues mod q; see `nested_exp` for a value that has none."""
@@ -460,6 +465,13 @@ class FieldAlgebra:
         q = None if x.q is None else _mix(x.q, self._key(name + "/q"), self._q)
         p = _mix(x.p, self._key(name + "/p"), self._p)
         return FieldValue(x.dims, p, q, flat=x.flat)
+
+    def root(self, x: FieldValue) -> FieldValue:
+        """An opaque square root; nothing can be divided by that of 0: ``0 / sqrt(0)`` is NaN."""
+        y = self.opaque("sqrt", x)
+        if self._zero_root is None and not x.p.all():
+            self._zero_root = int(y.p.flat[np.argmin(x.p)])
+        return y
 
     def constant(self, value: float) -> FieldValue:
         """A finite float, exactly. Raises DivisionByZero if it is not 0 but its residue is."""
@@ -511,7 +523,10 @@ class FieldAlgebra:
             shape = [n for d, n in zip(x.dims, x.p.shape, strict=True) if d not in over]
             fresh = uniform(self.shifts, kept, shape, x.q is not None, self.primes)
             fresh = x.like(kept, fresh.p, fresh.q)
-            return fresh.hide(np.asarray(x.gone().all(axes))) if x.masked else fresh
+            if not x.masked:
+                return fresh
+            seen = ~x.gone() if valid is None else ~x.gone() & align(valid[1], valid[0], x.dims)
+            return fresh.hide(np.asarray(~seen.any(axes)))
         rank = self._rank(x)
         if valid is not None:
             rank = rank * align(valid[1], valid[0], x.dims)

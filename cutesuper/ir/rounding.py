@@ -7,11 +7,12 @@ nor the outputs are: in ``(x z) @ W / rms(x z)``, from ``rms_norm(x z) @ W``, ``
 for elements of 300, and half of its digits are gone for elements of 0.0005.
 
 A value *fits* if float16 holds it wherever float16 holds its operands. This is found by computing
-it: with normally distributed tensors of each of the magnitudes 2^-12 and 2^12, any three of them in
-all combinations (an orthogonal array), and with all of magnitude 1. It fits if no element is too
-large and the rounding error is at most `MOST` of its norm. So ``x + r``, ``x sigmoid(z)``,
-``x / rms(x)`` and ``exp(s - max(s))`` fit, ``x z``, ``x^2`` and ``exp(s)`` do not. Vectors are
-weights and biases, of magnitude 1.
+it: with random tensors of each of the magnitudes 2^-12 and 2^12, any three of them in all
+combinations (an orthogonal array), and with all of magnitude 1. Elements are 1/2 to 3/2 of the
+magnitude, so that a norm over the few elements of a trial is not near 0 by chance. A value fits if
+no element is too large and the rounding error is at most `MOST` of its norm. So ``x + r``,
+``x sigmoid(z)``, ``x / rms(x)`` and ``exp(s - max(s))`` fit, ``x z``, ``x^2`` and ``exp(s)`` do
+not. Vectors are weights and biases, of magnitude 1.
 
 A value that does not fit may still be rounded where the user's program rounds it as well: see
 `proportional`, and `narrow` for whole graphs.
@@ -74,7 +75,7 @@ class Trials:
         """A tensor with random numbers of its type; ``rank`` is that of the tensor as stored."""
         column = self.columns.setdefault(name, len(self.columns))
         rng = np.random.default_rng([column, *shape])
-        plain = rng.standard_normal(tuple(shape))[None]
+        plain = (rng.choice((-1.0, 1.0), shape) * rng.uniform(0.5, 1.5, shape))[None]
         magnitudes = levels()[:, column % levels().shape[1]]
         if rank < 2:  # a weight or a bias
             magnitudes = np.ones_like(magnitudes)

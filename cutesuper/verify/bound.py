@@ -138,6 +138,10 @@ class DegreeAlgebra:
         dims = x.term_dims | frozenset(x.sizes)
         return Degree(x.sizes, 1, 0, frozenset(), x.terms + 1, dims, _unmoved(x))
 
+    def root(self, x: Degree) -> Degree:
+        """The square root, an opaque function."""
+        return self.opaque("sqrt", x)
+
     def exp(self, x: Degree) -> Degree:
         """A fresh variable, multiplied and divided by those of shifts; `error_bound` checks that
         this holds."""

@@ -184,6 +184,17 @@ class _Kinds:
     drawn: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A muGraph with its small extents, without and with tails; ``full``: and at the real ones."""
+
+    mu: MuGraph
+    exact: Sizes
+    ragged: Sizes
+    has: _Kinds
+    full: bool
+
+
 class Verifier:
     """Checks many muGraphs against one kernel graph and shares its evaluation.
 
@@ -239,31 +250,14 @@ class Verifier:
         exact, ragged = self._choose.small(mu, False), self._choose.small(mu, True)
         has = self._has(mu)
         maxima, with_q = has.maxima, has.exponentials
+        task = _Task(mu, exact, ragged, has, full)
         mode: Mode = "shift" if maxima else "order"
-        found = self._compare(mu, exact, 0, mode, with_q)
-        if found is not None and maxima:
-            mode, found = "order", self._compare(mu, exact, 0, "order", with_q)
-        trials = max(self.trials, INTEGER_TRIALS) if has.hides else self.trials
-        trials = MAX_TRIALS if maxima and mode == "order" else trials
-        plan: list[tuple[Sizes, int, Mode]] = [(exact, t, mode) for t in range(1, trials)]
-        plan.append((ragged, 0, mode))
-        if mode == "shift":  # true maxima may make a denominator 0 that fresh values do not
-            plan.append((exact, 0, "order"))
-        if full:
-            plan.append((real_sizes(mu), 0, "order"))
-        for k, (sizes, trial, how) in enumerate(plan):
-            if found is not None:
-                return _differs(found, k)
-            real = full and k == len(plan) - 1
-            found = self._compare(mu, sizes, trial, how, with_q, real)
-        for trial in range(
-            trials, trials + MORE_TRIALS
-        ):  # until each condition has hidden something
-            if found is not None or all(self._hid.get(exact.inputs, ())):
-                break
-            found = self._compare(mu, exact, trial, mode, with_q)
+        passed, found = self._passed(task, mode)
+        if found is not None and maxima:  # it may be a condition that fresh values decide
+            mode = "order"
+            passed, found = self._passed(task, mode)
         if found is not None:
-            return _differs(found, len(plan))
+            return _differs(found, passed)
         if not all(self._hid.get(exact.inputs, ())):
             why = "what the graph hides by a condition (hide) has no value in any draw"
             return replace(_refused(why), of_graph=True)
@@ -273,6 +267,7 @@ class Verifier:
                 f"its degree {both.highest} is above the order of the field, where programs that "
                 "differ can agree everywhere; cut the graph"
             )
+        trials = self._trials(has, mode)
         limit = real_limit = Bound(None, "bound not asked for")
         if bound:
             failed = self._failed_condition(mu, exact, mode, trials) if with_q else None
@@ -283,7 +278,7 @@ class Verifier:
             real_limit = error_bound(both, None, has.drawn)
         return Verification(
             equal=True,
-            trials=len(plan) + 1,
+            trials=passed,
             # with lengths, for instance, which differ from trial to trial, a difference may show in
             # one only
             bound_log2=None if limit.log2 is None else limit.log2 * (1 if has.drawn else trials),
@@ -292,6 +287,34 @@ class Verifier:
             real_extents=full,
             real_bound_log2=real_limit.log2,
         )
+
+    def _passed(self, task: _Task, mode: Mode) -> tuple[int, Counterexample | None]:
+        """Count the comparisons that pass, one after the other, up to the first difference."""
+        mu, exact, with_q = task.mu, task.exact, task.has.exponentials
+        trials = self._trials(task.has, mode)
+        plan: list[tuple[Sizes, int, Mode, bool]] = [(exact, t, mode, False) for t in range(trials)]
+        plan.append((task.ragged, 0, mode, False))
+        if mode == "shift":  # true maxima may make a denominator 0 that fresh values do not
+            plan.append((exact, 0, "order", False))
+        if task.full:
+            plan.append((real_sizes(mu), 0, "order", True))
+        for k, (sizes, trial, how, real) in enumerate(plan):
+            found = self._compare(mu, sizes, trial, how, with_q, real)
+            if found is not None:
+                return k, found
+        for trial in range(trials, trials + MORE_TRIALS):
+            if all(self._hid.get(exact.inputs, ())):  # each condition has hidden something
+                break
+            found = self._compare(mu, exact, trial, mode, with_q)
+            if found is not None:
+                return len(plan), found
+        return len(plan), None
+
+    def _trials(self, has: _Kinds, mode: Mode) -> int:
+        """The number of trials at exact small extents."""
+        if has.maxima and mode == "order":
+            return MAX_TRIALS
+        return max(self.trials, INTEGER_TRIALS) if has.hides else self.trials
 
     def _source_degrees(self, sizes: Sizes, mode: Mode) -> Source:
         key = sizes.inputs, mode

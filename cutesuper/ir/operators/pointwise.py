@@ -154,11 +154,11 @@ FUNCTIONS = (
     # opaque: a verified program has the same arguments, not e^log(x) = x
     function("log", "Natural logarithm.", lambda g, x, y, dy: g.div(dy, x), domain=(0.0, inf)),
     function("sqrt", "Square root.", lambda g, x, y, dy: g.mul(g.div(dy, y), 0.5),
-        domain=(0.0, inf), above_zero=True, reciprocal="rsqrt"),
+        of_value=lambda a, x: a.root(x), domain=(0.0, inf), above_zero=True, reciprocal="rsqrt"),
     # defined through `sqrt`, so that it equals a division by a root
     function("rsqrt", "1 / sqrt(x).",
         lambda g, x, y, dy: g.mul(g.mul(dy, g.mul(g.square(y), y)), -0.5),
-        of_value=lambda a, x: a.div(a.constant(1.0), a.opaque("sqrt", x)),
+        of_value=lambda a, x: a.div(a.constant(1.0), a.root(x)),
         domain=(0.0, inf), above_zero=True),
     function("square", "x x.", lambda g, x, y, dy: g.mul(g.mul(dy, x), 2.0),
         of_tensor=lambda torch, x: x * x, of_element=lambda m, x: x * x,
