@@ -14,13 +14,14 @@ import torch.nn.functional as F
 
 import cutesuper as cs
 from cutesuper import pipeline
-from cutesuper.errors import GraphError
+from cutesuper.errors import GraphError, LoweringError
 from cutesuper.ir.block import MuGraph, Part
 from cutesuper.ir.border import inside, inside_mugraph, whole_mugraph
 from cutesuper.ir.check import check_mugraph
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.text import mugraph_text
 from cutesuper.show.page import mugraph_page
+from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
 from cutesuper.verify.numeric import compare
 from tests import zoo
@@ -155,10 +156,16 @@ def test_gradients_of_parts_are_parts() -> None:
 
 
 def test_what_bulk_copies_cannot_read_is_copied() -> None:
-    g = graph_of([(16, 32), (24, 8)], lambda g, t: g.matmul(g.slice(t[0], 1, 5, 29), t[1]))
+    shapes: list[tuple[Any, ...]] = [(16, 32), (24, 8)]
+    g = graph_of(shapes, lambda g, t: g.matmul(g.slice(t[0], 1, 5, 29), t[1]))
     mu = found_for(g)
     assert len(mu.steps) == 2 and mu.steps[0].reads == ("X[:, 5:29]",)
     assert cs.verify(g, mu)
+    aligned = found_for(graph_of(shapes, lambda g, t: g.matmul(g.slice(t[0], 1, 8, 32), t[1])))
+    name = "X[:, 8:32]"
+    moved = replace(aligned.tensors[name], part=Part("X", (0, 5)))
+    with pytest.raises(LoweringError, match="do not all begin and end at multiples of 16 bytes"):
+        make_plan(aligned.steps[0], aligned.tensors | {name: moved}, H200)
 
 
 @pytest.mark.gpu
@@ -227,7 +234,8 @@ def heads(x: torch.Tensor, width: int = 32) -> list[torch.Tensor]:
 
 
 def attention(x: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(*heads(x), is_causal=True)
+    q, k, v = heads(x)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 #: shapes of the arguments, a function, the parts of inputs that its kernels read, and the number of

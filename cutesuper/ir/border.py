@@ -20,9 +20,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cutesuper.ir.block import MuGraph, Part, TensorSpec
-from cutesuper.ir.dims import Dim, Shape, extent
+from cutesuper.ir.dims import Dim, Shape, extent, show_shape
 from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.ir.operators.base import INPUT
+
+#: bytes of which bulk copies take multiples
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -51,6 +54,15 @@ class PartOf:
 
     whole: Shape
     starts: tuple[int, ...]
+
+    def aligned(self, shape: Shape, itemsize: int) -> bool:
+        """True if all rows of the part, which has this shape, begin and end at multiples of 16
+        bytes."""
+        ends = (self.whole[-1], self.starts[-1], shape[-1])
+        return all(extent(n) * itemsize % ALIGNMENT == 0 for n in ends)
+
+    def __str__(self) -> str:
+        return f"a tensor {show_shape(self.whole)}, from {list(self.starts)} on"
 
 
 @dataclass(frozen=True)
@@ -286,10 +298,9 @@ def _free(name: str, taken: Collection[str]) -> str:
 
 def inside_mugraph(mu: MuGraph) -> tuple[MuGraph, Border]:
     """The inverse of `whole_mugraph`; any muGraph has a program inside."""
-    parts = [t for t in mu.tensors.values() if t.part is not None]
-    of = [name for t in parts for name in (t.part.of,) if t.part is not None]
-    read = sorted((_place_of(t, mu.inputs), t.name) for t in parts if t.part.of in mu.inputs)
-    inputs = [(Place(n), name) for n, name in enumerate(mu.inputs)] + read
+    of = {t.part.of for t in mu.tensors.values() if t.part is not None}
+    read = sorted((_place_of(mu.tensors[m], mu.inputs), m) for n in mu.inputs for m in mu.parts(n))
+    inputs = [*((Place(n), name) for n, name in enumerate(mu.inputs)), *read]
     outputs: list[tuple[Place, str]] = []
     for n, name in enumerate(mu.outputs):
         own = [(_place_of(mu.tensors[m], mu.outputs), m) for m in mu.parts(name)]
@@ -297,10 +308,10 @@ def inside_mugraph(mu: MuGraph) -> tuple[MuGraph, Border]:
     tensors = {
         n: replace(t, part=None) for n, t in mu.tensors.items() if n in mu.inputs or n not in of
     }
-    shapes = (tuple(mu.tensors[n].shape for n in side) for side in (mu.inputs, mu.outputs))
-    border = Border(tuple(p for p, _ in inputs), tuple(p for p, _ in outputs), *shapes)
-    names = (tuple(name for _, name in side) for side in (inputs, outputs))
-    return MuGraph(tensors, *names, mu.steps), border
+    given, made = (tuple(mu.tensors[n].shape for n in side) for side in (mu.inputs, mu.outputs))
+    border = Border(tuple(p for p, _ in inputs), tuple(p for p, _ in outputs), given, made)
+    names = [tuple(name for _, name in side) for side in (inputs, outputs)]
+    return MuGraph(tensors, names[0], names[1], mu.steps), border
 
 
 def _place_of(t: TensorSpec, border: Sequence[str]) -> Place:
