@@ -1,17 +1,16 @@
 """The border of a program: the tensors of the caller, and the parts of them that kernels work on.
 
-A kernel graph may read a part of an input, and put an output together from parts
-(`cutesuper.ir.remove_concat` leaves both at its border). No kernel does either. Inside, each part
-is a tensor of its own, which the search, the verifier and plans treat like any other; only where a
-kernel finds it in memory, it lies in the larger tensor (`cutesuper.ir.block.Part`).
+A kernel graph may slice an input, and concatenate an output (`cutesuper.ir.remove_concat` leaves
+both at its border). Inside, each part is a tensor of its own, which the search and the verifier
+treat like any other; a kernel finds it in the memory of the larger tensor
+(`cutesuper.ir.block.Part`).
 
 before::
 
     y = concat([silu(slice(X, 1, 0, 4)), slice(X, 1, 4, 8)], 1)
 
-after, inside: inputs ``X[:, 0:4]`` and ``X[:, 4:8]``, of which no element is in both, and two
-outputs. What holds for any parts holds for those of one tensor: a program that is right inside is
-right.
+after, inside: inputs ``X[:, 0:4]`` and ``X[:, 4:8]``, and two outputs. What holds for any tensors
+holds for parts of one, also where they overlap: a program that is right inside is right.
 """
 
 from __future__ import annotations

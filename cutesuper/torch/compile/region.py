@@ -203,7 +203,7 @@ def _converted(
         outputs = _outputs(b, ends)
         # parts of weights are inputs of their own, so the whole may no longer be needed
         graph, kept = only(b.g, range(len(b.g.outputs)))
-        if not parts and not border.inside(graph.expanded())[1].whole:
+        if not border.inside(graph.expanded())[1].whole and not parts:
             raise Unsupported(nodes[-1], "takes a part of a tensor that a kernel reads whole")
         if graph.joins_sums:
             raise Unsupported(nodes[-1], "joins what depends on sums over the pieces that it joins")
