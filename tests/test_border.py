@@ -10,20 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cutesuper as cs
 from cutesuper import pipeline
-from cutesuper.errors import GraphError
+from cutesuper.errors import GraphError, LoweringError
 from cutesuper.ir.block import MuGraph, Part
 from cutesuper.ir.border import inside, inside_mugraph, whole_mugraph
 from cutesuper.ir.check import check_mugraph
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.text import mugraph_text
 from cutesuper.show.page import mugraph_page
+from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
 from cutesuper.verify.numeric import compare
 from tests import zoo
 from tests.test_gpu import check
+from tests.tracing import check as check_traced
+from tests.tracing import randn, traced
 
 Build = Callable[[KernelGraph, list[Tensor]], Any]
 ROWS = cs.symbol("M", 16)
@@ -152,10 +156,16 @@ def test_gradients_of_parts_are_parts() -> None:
 
 
 def test_what_bulk_copies_cannot_read_is_copied() -> None:
-    g = graph_of([(16, 32), (24, 8)], lambda g, t: g.matmul(g.slice(t[0], 1, 5, 29), t[1]))
+    shapes: list[tuple[Any, ...]] = [(16, 32), (24, 8)]
+    g = graph_of(shapes, lambda g, t: g.matmul(g.slice(t[0], 1, 5, 29), t[1]))
     mu = found_for(g)
     assert len(mu.steps) == 2 and mu.steps[0].reads == ("X[:, 5:29]",)
     assert cs.verify(g, mu)
+    aligned = found_for(graph_of(shapes, lambda g, t: g.matmul(g.slice(t[0], 1, 8, 32), t[1])))
+    name = "X[:, 8:32]"
+    moved = replace(aligned.tensors[name], part=Part("X", (0, 5)))
+    with pytest.raises(LoweringError, match="do not all begin and end at multiples of 16 bytes"):
+        make_plan(aligned.steps[0], aligned.tensors | {name: moved}, H200)
 
 
 @pytest.mark.gpu
@@ -213,3 +223,51 @@ def test_exports_work_on_parts(tmp_path: Path) -> None:
     [y] = check(kernel, inputs)
     kernel.export(tmp_path / "x.so", header=tmp_path / "x.h")
     assert torch.equal(cs.load(tmp_path / "x.so")(*inputs), y)
+
+
+# ------------------------------------------------------------------------------ traced functions
+
+
+def heads(x: torch.Tensor, width: int = 32) -> list[torch.Tensor]:
+    """Queries, keys and values ``[B, H, L, D]`` of a packed projection ``[B, L, 3 H D]``."""
+    return [t.unflatten(-1, (-1, width)).transpose(1, 2) for t in x.chunk(3, -1)]
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    q, k, v = heads(x)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+#: shapes of the arguments, a function, the parts of inputs that its kernels read, and the number of
+#: parts that they write
+FUNCTIONS: dict[str, tuple[list[tuple[int, ...]], Callable[..., Any], list[str], int]] = {
+    "halves": ([(16, 48)], lambda x: F.silu(x[..., :24]) * x[..., 24:],
+               ["X[:, 0:24]", "X[:, 24:48]"], 0),
+    "one column": ([(4, 5, 16)], lambda x: x[:, 3].relu(), ["X[:, 3:4, :]"], 0),
+    "stacked": ([(4, 16), (4, 16)], lambda x, y: torch.stack([x * 2, y.relu()], 1), [], 2),
+    "columns of a weight": ([(16, 32), (32, 48)], lambda x, w: x @ w[:, 16:], ["X[:, 16:48]"], 0),
+    "packed heads": ([(2, 16, 192)], attention,
+                     ["X[:, :, 0:2, :]", "X[:, :, 2:4, :]", "X[:, :, 4:6, :]"], 0),
+    "a norm of what is put together": (
+        [(16, 8), (16, 16)], lambda x, y: F.rms_norm(torch.cat([x, y], -1), (24,)), [], 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_read_and_write_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, f, read, written = FUNCTIONS[name]
+    inputs = [randn(*s, dtype=torch.float16) for s in shapes]
+    program = traced(monkeypatch, f, inputs)
+    found = [inside(r.kernel.graph.expanded()) for r in program.regions]
+    names = [n.name for g, _ in found for n in g.nodes if n.operator == "input" and "[" in n.name]
+    assert names == read
+    assert sum(bool(p.starts) for _, border in found for p in border.outputs) == written
+    check_traced(program, f, inputs)
+
+
+def test_arguments_that_are_parts_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are counted from the argument, wherever it begins, and whatever its strides are."""
+    big = randn(7, 16, 192)
+    program = traced(monkeypatch, attention, [big[3:5]])
+    for x in (big[3:5], big[1:3], randn(192, 2, 16).permute(1, 2, 0)):
+        check_traced(program, attention, [x])

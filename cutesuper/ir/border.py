@@ -1,17 +1,16 @@
 """The border of a program: the tensors of the caller, and the parts of them that kernels work on.
 
-A kernel graph may read a part of an input, and put an output together from parts
-(`cutesuper.ir.remove_concat` leaves both at its border). No kernel does either. Inside, each part
-is a tensor of its own, which the search, the verifier and plans treat like any other; only where a
-kernel finds it in memory, it lies in the larger tensor (`cutesuper.ir.block.Part`).
+A kernel graph may slice an input, and concatenate an output (`cutesuper.ir.remove_concat` leaves
+both at its border). Inside, each part is a tensor of its own, which the search and the verifier
+treat like any other; a kernel finds it in the memory of the larger tensor
+(`cutesuper.ir.block.Part`).
 
 before::
 
     y = concat([silu(slice(X, 1, 0, 4)), slice(X, 1, 4, 8)], 1)
 
-after, inside: inputs ``X[:, 0:4]`` and ``X[:, 4:8]``, of which no element is in both, and two
-outputs. What holds for any parts holds for those of one tensor: a program that is right inside is
-right.
+after, inside: inputs ``X[:, 0:4]`` and ``X[:, 4:8]``, and two outputs. What holds for any tensors
+holds for parts of one, also where they overlap: a program that is right inside is right.
 """
 
 from __future__ import annotations
@@ -20,9 +19,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cutesuper.ir.block import MuGraph, Part, TensorSpec
-from cutesuper.ir.dims import Dim, Shape, extent
+from cutesuper.ir.dims import Dim, Shape, extent, show_shape
 from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.ir.operators.base import INPUT
+
+#: bytes of which bulk copies take multiples
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -51,6 +53,15 @@ class PartOf:
 
     whole: Shape
     starts: tuple[int, ...]
+
+    def aligned(self, shape: Shape, itemsize: int) -> bool:
+        """True if all rows of the part, which has this shape, begin and end at multiples of 16
+        bytes."""
+        ends = (self.whole[-1], self.starts[-1], shape[-1])
+        return all(extent(n) * itemsize % ALIGNMENT == 0 for n in ends)
+
+    def __str__(self) -> str:
+        return f"a tensor {show_shape(self.whole)}, from {list(self.starts)} on"
 
 
 @dataclass(frozen=True)
@@ -286,10 +297,9 @@ def _free(name: str, taken: Collection[str]) -> str:
 
 def inside_mugraph(mu: MuGraph) -> tuple[MuGraph, Border]:
     """The inverse of `whole_mugraph`; any muGraph has a program inside."""
-    parts = [(t, t.part.of) for t in mu.tensors.values() if t.part is not None]
-    of = {whole for _, whole in parts}
-    read = sorted((_place_of(t, mu.inputs), t.name) for t, whole in parts if whole in mu.inputs)
-    inputs = [(Place(n), name) for n, name in enumerate(mu.inputs)] + read
+    of = {t.part.of for t in mu.tensors.values() if t.part is not None}
+    read = sorted((_place_of(mu.tensors[m], mu.inputs), m) for n in mu.inputs for m in mu.parts(n))
+    inputs = [*((Place(n), name) for n, name in enumerate(mu.inputs)), *read]
     outputs: list[tuple[Place, str]] = []
     for n, name in enumerate(mu.outputs):
         own = [(_place_of(mu.tensors[m], mu.outputs), m) for m in mu.parts(name)]
@@ -299,8 +309,8 @@ def inside_mugraph(mu: MuGraph) -> tuple[MuGraph, Border]:
     }
     given, made = (tuple(mu.tensors[n].shape for n in side) for side in (mu.inputs, mu.outputs))
     border = Border(tuple(p for p, _ in inputs), tuple(p for p, _ in outputs), given, made)
-    read_as, written_as = (tuple(name for _, name in side) for side in (inputs, outputs))
-    return MuGraph(tensors, read_as, written_as, mu.steps), border
+    names = [tuple(name for _, name in side) for side in (inputs, outputs)]
+    return MuGraph(tensors, names[0], names[1], mu.steps), border
 
 
 def _place_of(t: TensorSpec, border: Sequence[str]) -> Place:

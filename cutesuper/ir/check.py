@@ -519,10 +519,8 @@ def check_mugraph(mu: MuGraph) -> None:
 def _check_parts(mu: MuGraph, of_outputs: dict[str, tuple[str, ...]]) -> None:
     """Check that parts lie inside of inputs and outputs, and that those of an output are all of it,
     each element once."""
-    for t in mu.tensors.values():
-        if t.part is None:
-            continue
-        of, starts = t.part.of, t.part.starts
+    found = ((t, t.part.of, t.part.starts) for t in mu.tensors.values() if t.part is not None)
+    for t, of, starts in found:
         if of not in (*mu.inputs, *mu.outputs) or t.name in (*mu.inputs, *mu.outputs):
             raise GraphError(f"muGraph: {t.name} is a part of {of}; parts are of inputs or outputs")
         whole = mu.tensors[of]

@@ -270,7 +270,8 @@ class KernelGraph(NamedOperators):
         return found
 
     def expanded(self) -> KernelGraph:
-        """The same program in primitive operators, without nodes that no output needs.
+        """The same program in primitive operators, without nodes that no output needs, and without
+        concatenations and slices but at its border (`cutesuper.ir.border`).
 
         before: ``y = rms_norm(x)``; after: ``y = div(x, sqrt(add(mean(square(x)), 1e-6)))``.
         Inputs keep their order, their names and their attributes, used or not.
@@ -279,6 +280,24 @@ class KernelGraph(NamedOperators):
             OperatorError, GraphError: a concatenation or a slice that cannot be removed, see
                 `cutesuper.ir.remove_concat`.
         """
+        g = self._primitive()
+        if any(lookup(n.operator).cuts for n in g.nodes):
+            from cutesuper.ir.remove_concat import without_pieces
+
+            g = without_pieces(g)._with_types_of(self)
+        return g
+
+    @property
+    def joins_sums(self) -> bool:
+        """True if an output that is put together from pieces needs a sum (a product, a maximum)
+        over pieces: all of them are read before any is made, in a kernel for each width."""
+        from cutesuper.ir.remove_concat import joins_sums
+
+        joins = any(n.facets.joins for n in self.nodes)
+        return joins and joins_sums(self._primitive())
+
+    def _primitive(self) -> KernelGraph:
+        """The same program in primitive operators, without nodes that no output needs."""
         needed = self.needed(self.outputs)
         g = KernelGraph()
         new: dict[int, Tensor] = {}
@@ -301,10 +320,6 @@ class KernelGraph(NamedOperators):
                 if op.composite and n.dtype == float32:
                     g._widen(first)
         g.outputs = [new[i].index for i in self.outputs]
-        if any(lookup(n.operator).cuts for n in g.nodes):
-            from cutesuper.ir.remove_concat import without_pieces
-
-            g = without_pieces(g)
         return g._with_types_of(self)
 
     def apart(self, groups: Sequence[Sequence[int]]) -> KernelGraph:

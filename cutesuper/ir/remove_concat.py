@@ -56,9 +56,7 @@ def without_pieces(graph: KernelGraph) -> KernelGraph:
         OperatorError: an operator has no rule for pieces, or reads integers in pieces.
         GraphError: an output equals an input or another output.
     """
-    cuts: list[Cuts] = []
-    for i in range(len(graph.nodes)):
-        cuts.append(_cuts(graph, i, cuts))
+    cuts = _all_cuts(graph)
     needed: list[dict[Box, list[list[Use]]]] = [{} for _ in graph.nodes]
     for i in graph.outputs:
         needed[i] |= {box: [] for box in _boxes(graph.nodes[i], cuts[i])}
@@ -68,6 +66,33 @@ def without_pieces(graph: KernelGraph) -> KernelGraph:
             for operand, part in (use for term in terms for use in term):
                 needed[operand].setdefault(part, [])
     return _build(graph, cuts, needed)
+
+
+def joins_sums(graph: KernelGraph) -> bool:
+    """True if an output is put together from pieces, and depends on a sum over pieces.
+
+    Args:
+        graph: as for `without_pieces`.
+    """
+    cuts = _all_cuts(graph)
+    whole = {i for i, n in enumerate(graph.nodes) if _sums_pieces(n, cuts)}
+    cut = (i for i in graph.outputs if any(cuts[i]))
+    return any(not whole.isdisjoint(graph.needed([i])) for i in cut)
+
+
+def _sums_pieces(node: Node, cuts: list[Cuts]) -> bool:
+    if node.facets.contracts:
+        a, b = node.inputs
+        return bool(cuts[a][-1] | cuts[b][-2])
+    reduced = lookup(node.operator).reduces and cuts[node.inputs[0]][node.attributes["dim"]]
+    return bool(reduced)
+
+
+def _all_cuts(graph: KernelGraph) -> list[Cuts]:
+    cuts: list[Cuts] = []
+    for i in range(len(graph.nodes)):
+        cuts.append(_cuts(graph, i, cuts))
+    return cuts
 
 
 def _boxes(node: Node, cuts: Cuts) -> list[Box]:

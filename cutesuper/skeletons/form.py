@@ -12,6 +12,7 @@ from cutesuper.egraph.products import (
 from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import LOAD, Axis, AxisKind, BlockProgram
+from cutesuper.ir.border import ALIGNMENT
 from cutesuper.ir.dims import Symbol, extent, show_shape
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
@@ -20,8 +21,6 @@ from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
 FOLDED = (SUM, MAX)
 #: 16-bit elements in the 16 bytes that TMA (bulk tensor loads) moves: extents are multiples of it
 ALIGN = 8
-#: bytes of which bulk copies take multiples
-BULK = 16
 
 
 class Form(Protocol):
@@ -124,14 +123,11 @@ def check_parts(region: Region) -> None:
     tensors = {f"{side}{n}": pair for side, own in sides.items() for n, pair in enumerate(own)}
     for name, place in region.parts:
         shape, dtype = tensors[name]
-        if not shape or any(
-            extent(n) * dtype.itemsize % BULK
-            for n in (shape[-1], place.whole[-1], place.starts[-1])
-        ):
+        if not place.aligned(shape, dtype.itemsize):
             raise SearchError(
-                f"{name}{show_shape(shape)} lies in a tensor {show_shape(place.whole)}, from "
-                f"{list(place.starts)} on, and its rows do not all begin and end at multiples of "
-                f"{BULK} bytes there, which bulk copies need; let a kernel of rows copy it"
+                f"{name}{show_shape(shape)} lies in {place}, and its rows do not all begin and end "
+                f"at multiples of {ALIGNMENT} bytes there, which bulk copies need; let a kernel of "
+                "rows copy it"
             )
 
 

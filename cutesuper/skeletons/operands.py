@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cutesuper.errors import LoweringError
-from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dims import Symbol, show_shape
+from cutesuper.ir.dtypes import as_dtype
 from cutesuper.skeletons.base import Argument
 
 #: element types that the tensor cores multiply
@@ -38,6 +39,18 @@ def check_same_type(where: str, dtype: str, argument: Argument) -> None:
             f"{where}: operands of {dtype} and of {argument.dtype} ({argument.name}) in one "
             "kernel; give all operands of its products one element type"
         )
+
+
+def check_parts(arguments: tuple[Argument, ...], where: str) -> None:
+    """Check that bulk copies may address the arguments that are parts of larger tensors. Raises
+    LoweringError."""
+    for a in arguments:
+        if a.part is not None and not a.part.aligned(a.shape, as_dtype(a.dtype).itemsize):
+            raise LoweringError(
+                f"{where}: {a.name}{show_shape(a.shape)} lies in {a.part}, and its rows do not all "
+                "begin and end at multiples of 16 bytes there, which bulk copies need; copy it in "
+                "a kernel before"
+            )
 
 
 def unaligned(where: str, argument: Argument) -> LoweringError:

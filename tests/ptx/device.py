@@ -40,7 +40,9 @@ class Emulated:
     def __init__(self, step: Any) -> None:
         plan = step.plan
         self._artifact = step.artifact
-        self._written = [a.written for a in plan.arguments] + [True] * len(plan.scratch)
+        # of one tensor a part may be read, and another one written
+        made = {a.given for a in plan.arguments if a.written}
+        self._written = [a.given in made for a in plan.arguments] + [True] * len(plan.scratch)
         self._in_place = plan.in_place
         sizes = [
             prod(map(extent, a.shape[1:])) * as_dtype(a.dtype).itemsize for a in plan.arguments

@@ -139,8 +139,8 @@ class NamedOperators:
     def concat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """Tensors one after the other along ``dim``; their other extents are equal.
 
-        It has to vanish when the graph is expanded: its users work on its parts (see
-        `cutesuper.ir.remove_concat`). It cannot be an output.
+        It vanishes when the graph is expanded: its users work on its parts (see
+        `cutesuper.ir.remove_concat`), and kernels store the parts of an output into one tensor.
         """
         if not isinstance(tensors, list | tuple):
             raise OperatorError(f"concat({tensors!r}): takes a list of tensors, and dim")
@@ -149,8 +149,8 @@ class NamedOperators:
     def slice(self, a: Tensor, dim: int, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` (exclusive, negative from the end) along ``dim``.
 
-        The operand must be computed from parts, or put together from them; a piece of an input is
-        refused when the graph is expanded.
+        What is sliced is computed for these elements only, if nothing else needs the others; a
+        slice of an input is read where it lies.
         """
         return self.apply("slice", a, dim=dim, start=start, stop=stop)
 

@@ -181,7 +181,7 @@ class Concat(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
-        """A piece of dy for each operand; if dy is an input, expansion refuses the pieces."""
+        """A piece of dy for each operand."""
         dim, dy = attributes["dim"] - len(y.shape), g.full(dy, y)
         ends = accumulate((extent(a.shape[dim]) for a in args), initial=0)
         return [g.slice(dy, dim, *ends) for ends in pairwise(ends)]
@@ -224,7 +224,8 @@ class Slice(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
-        """Zeros around dy; they vanish where the slices of a tensor cover it."""
+        """Zeros around dy; they vanish where the slices of a tensor cover it. Of an input they are
+        stored beside it."""
         [x], dim = args, attributes["dim"]
         start, stop, n = attributes["start"], attributes["stop"], extent(x.shape[dim])
         if len(dy.shape) > len(x.shape):

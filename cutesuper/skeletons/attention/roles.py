@@ -17,7 +17,12 @@ from cutesuper.skeletons.base import Argument, Output, Pages, View, arguments_of
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.form import FOLDED
 from cutesuper.skeletons.normalize import is_reciprocal, quotients_by_statistics, with_reciprocals
-from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
+from cutesuper.skeletons.operands import (
+    check_element_type,
+    check_parts,
+    check_same_type,
+    unaligned,
+)
 
 #: operators whose results are positive, and not 0 for any finite value: -inf times 0 would be NaN
 POSITIVE = ("rsqrt",)
@@ -36,6 +41,7 @@ def recognized(step: KernelStep, setting: Setting) -> AttentionPlan:
     schedule. Raises LoweringError for a structure that this skeleton cannot run."""
     roles = AttentionRoles(step, arguments_of(step, setting.tensors))
     plan = roles.plan(AttentionSchedule(2, dependent_launch=setting.dependent_launch))
+    check_parts(plan.arguments, roles.where)
     _check_operands(plan, roles.where)
     return plan
 

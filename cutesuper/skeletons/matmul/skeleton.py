@@ -14,6 +14,7 @@ from cutesuper.egraph.saturate import Table
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.operators.base import Counts, lookup
+from cutesuper.skeletons import operands
 from cutesuper.skeletons.base import Plan, Skeleton, arguments_of
 from cutesuper.skeletons.cost import Setting, Sized, additive_price
 from cutesuper.skeletons.form import (
@@ -112,6 +113,7 @@ class Matmul(Skeleton):
         refuse_index(step, stores=False)
         step = without_running_state(step, setting.tensors)
         arguments = arguments_of(step, setting.tensors)
+        operands.check_parts(arguments, f"kernel {step.name}")
         plan, _ = plan_of(step, arguments, schedule or MatmulSchedule(stages=1))
         limit = exceeded_by_tile(plan)
         if limit is None and schedule is None:

@@ -10,8 +10,9 @@ or None for an extent of 1 (what a reduction leaves).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 
 from cutesuper.errors import CutesuperError
-from cutesuper.ir.dims import Dim, Symbol, extent, show_shape
+from cutesuper.ir.dims import Dim, Shape, Symbol, extent, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
 from cutesuper.ir.relations import ordered
@@ -33,6 +34,7 @@ from cutesuper.torch.compile.factored_dims import (
     Part,
     dims_of,
     equal,
+    extent_of,
     leaves,
     unify,
 )
@@ -129,6 +131,7 @@ class Given:
         lengths: for a tensor of lengths: the offset that is added, and the largest length that
             makes a difference.
         fill: the number of which the input is full, on the device of the tensor, if it is.
+        whole: shape of the input if it is all of a tensor without gaps, of which parts are read.
     """
 
     node: fx.Node
@@ -137,6 +140,7 @@ class Given:
     part: tuple[int, int] | None = None
     lengths: tuple[int, int] | None = None
     fill: int | None = None
+    whole: Shape | None = None
 
 
 def fake(node: fx.Node) -> torch.Tensor:
@@ -289,10 +293,12 @@ class Builder:
         built: its values by node.
         operands: the sources of the graph's inputs, in their order.
         limits: of indices, the first one and the one behind the last that PyTorch takes.
+        wholes: the tensors of which inputs with gaps are views, if kernels may read parts of these.
     """
 
     shapes: Shapes
     constants: frozenset[fx.Node]
+    wholes: Mapping[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
     g: KernelGraph = field(default_factory=KernelGraph)
     built: dict[fx.Node, Any] = field(default_factory=dict)
     operands: list[Given] = field(default_factory=list)
@@ -449,7 +455,7 @@ class Builder:
         args = [self.g.tensor(i) for i in t.node.inputs]
         if t.node.operator == INPUT:
             given = self.operands[self.g.inputs.index(t.index)]
-            if given.part is None and given.lengths is None and given.fill is None:
+            if given == replace(given, part=None, lengths=None, fill=None, whole=None):
                 return []
         elif t.node.facets.permutes:
             return [a.index for a in args]
@@ -507,9 +513,78 @@ class Builder:
         slots = slots or (None,)
         stored = self.groups(tuple(p for d in copied_order(t) for p in leaves(value.dims[d])))
         memory = _in_memory(slots, stored)
-        x = self._input_of(node, memory)
+        x = self._strided(node, memory) or self._input_of(node, memory)
         order = None if memory == slots else _permutation(memory, slots)
         return x if order is None else self.g.transpose(x, order)
+
+    def _strided(self, node: fx.Node, memory: Slots) -> Tensor | None:
+        """A part of an input without gaps that a view with gaps is; None for another view.
+
+        before: queries ``[16, 2, 32]`` with strides 192, 32 and 1; after: ``[16, 6, 32]``, which is
+        the packed projection that they lie in, and heads 0 and 1 of it.
+        """
+        root, real = self.wholes.get(node), tuple(s for s in memory if s is not None)
+        strides = None if root is None else self._strides(node, real)
+        shape = None if root is None or not strides else self._whole(fake(root), real, strides)
+        if root is None or not strides or shape is None:
+            return None
+        first = int(fake(node).storage_offset() - fake(root).storage_offset())
+        ranges = [
+            (start, start + extent(n))
+            for start, n in zip(_digits(first, strides), self._shape_of(real), strict=True)
+        ]
+        if not all(a >= 0 and b <= extent(d) for (a, b), d in zip(ranges, shape, strict=True)):
+            return None
+        return self._part_of_whole(root, memory, shape, ranges)
+
+    def _whole(self, root: torch.Tensor, slots: Slots, strides: Sequence[int]) -> Shape | None:
+        """The shape of a tensor without gaps whose dimensions have these strides; None if it has
+        none. The extent of the first slot may be known at the call, and is all of it then."""
+        first = self.extent(slots[0])
+        rows = extent_of(slots[0] or ()) if isinstance(first, Symbol) else None
+        rows = int(root.numel()) // strides[0] if rows is None else rows
+        if not equal(root.numel(), rows * strides[0]):
+            return None
+        inner = (outer // inner for outer, inner in pairwise(strides))
+        return (first if isinstance(first, Symbol) else int(rows), *inner)
+
+    def _part_of_whole(
+        self, root: fx.Node, memory: Slots, shape: Shape, ranges: Sequence[tuple[int, int]]
+    ) -> Tensor:
+        """Ranges of the dimensions of a tensor of this shape, with an extent of 1 for each slot
+        that is None."""
+        extents, given = iter(shape), iter(ranges)
+        whole = tuple(1 if s is None else next(extents) for s in memory)
+        key = (root, "whole", whole)
+        if key not in self._inputs:
+            dtype = self._type_of(fake(root))
+            self._inputs[key] = self.g.new_input(whole, dtype, constant=root in self.constants)
+            self.operands.append(Given(root, (), dtype, whole=whole))
+        t = self._inputs[key]
+        for d, s in enumerate(memory):
+            start, stop = (0, 1) if s is None else next(given)
+            if (start, stop) != (0, extent(whole[d])):
+                t = self.g.slice(t, d, start, stop)
+        return t
+
+    def _strides(self, node: fx.Node, slots: Slots) -> list[int] | None:
+        """The stride of each slot of a view; None where elements of one are not equally far apart,
+        strides are no multiples of each other, or neighbours are no neighbours in memory."""
+        t, value = fake(node), self.value(node)
+        places: dict[Part, Any] = {}
+        for d, dims in enumerate(value.dims):
+            stride: Any = t.stride()[d]
+            for p in reversed(leaves(dims)):
+                places[p], stride = stride, stride * extent_of((p,))
+        found = [1]
+        for slot in reversed(slots):
+            own = [places[p] for p in slot or ()]
+            within = (places[p] == places[q] * extent_of((q,)) for p, q in pairwise(slot or ()))
+            stride = own[-1]
+            if not all(within) or not isinstance(stride, int) or stride < 1 or stride % found[-1]:
+                return None
+            found.append(stride)
+        return found[:0:-1] if found[1:2] == [1] else None
 
     def _input_of(self, node: fx.Node, memory: Slots) -> Tensor:
         """An input with slots in the order of memory."""
@@ -631,7 +706,7 @@ class Builder:
     def _part_of_input(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
         given = self.operands[self.g.inputs.index(t.index)]
         if place != 0 or given.part is not None or isinstance(t.shape[0], Symbol):
-            raise Mismatch("takes a part of a tensor that a kernel reads whole")
+            return self.g.slice(t, place, start, stop)
         key = (t.index, start, stop)
         if key not in self._inputs:
             shape = (stop - start, *t.shape[1:])
@@ -645,12 +720,25 @@ class Builder:
         self.built[node] = built
 
 
+def _digits(number: int, weights: Sequence[int]) -> list[int]:
+    """A number as a sum of multiples of weights, largest first.
+
+    >>> _digits(200, (192, 32, 1))
+    [1, 0, 8]
+    """
+    found: list[int] = []
+    for weight in weights:
+        digit, number = divmod(number, weight)
+        found.append(digit)
+    return found
+
+
 def _along_a_dimension(t: Tensor) -> bool:
-    """True for a reduction along a dimension, a norm, or elements that change places along the
-    last: any dimensions may stand in front."""
+    """True for a reduction along a dimension, a norm, a part, or elements that change places along
+    the last: any dimensions may stand in front."""
     facets = t.node.facets
     composed = facets.composite and not (facets.integers or facets.one_type)
-    return bool(facets.reduces) or facets.turns or composed
+    return bool(facets.reduces) or facets.turns or facets.cuts or composed
 
 
 def _in_memory(slots: Slots, stored: Sequence[Dims]) -> Slots:

@@ -41,15 +41,19 @@ class Partition:
     refused: dict[fx.Node, str]
 
 
-def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partition:
+def partition(
+    graph: fx.Graph, *, constants: Collection[fx.Node] = (), parts: bool = False
+) -> Partition:
     """Cut a traced program into regions.
 
     Args:
         graph: of ``torch.ops``; fake tensors in ``node.meta["val"]``. Unused nodes are removed.
         constants: nodes that are not written while kernels run (parameters).
+        parts: true if kernels may work on parts of tensors. Inductor fuses what cuts tensors and
+            puts them together with what it makes itself; alone these are copies.
     """
     graph.eliminate_dead_code()
-    return _Growing(graph, frozenset(constants)).run()
+    return _Growing(graph, frozenset(constants), parts).run()
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ def halves(region: Region) -> tuple[Region, Region] | None:
 def _cut(region: Region, place: int) -> tuple[Region, Region] | None:
     """The region cut after a number of nodes; None if a part has no kernel graph."""
     try:
-        return convert(region.nodes[:place]), convert(region.nodes[place:])
+        halves = region.nodes[:place], region.nodes[place:]
+        first, second = (convert(nodes, parts=region.parts) for nodes in halves)
+        return first, second
     except Unsupported:
         return None
 
@@ -102,6 +108,7 @@ class _Growing:
 
     graph: fx.Graph
     constants: frozenset[fx.Node]
+    parts: bool = False
     regions: list[_Part] = field(default_factory=list)
     refused: dict[fx.Node, str] = field(default_factory=dict)
     _region: dict[fx.Node, int] = field(default_factory=dict)
@@ -217,7 +224,7 @@ class _Growing:
 
     def _reason(self, nodes: Sequence[fx.Node]) -> str:
         try:
-            convert(sorted(nodes, key=self._place.__getitem__), self.constants)
+            convert(sorted(nodes, key=self._place.__getitem__), self.constants, self.parts)
         except Unsupported as error:
             return error.reason
         return "stands between parts of a region"
@@ -239,7 +246,7 @@ class _Growing:
         form = self._likeness.of(nodes)
         if form not in self._made:
             try:
-                self._made[form] = convert(nodes, self.constants)
+                self._made[form] = convert(nodes, self.constants, self.parts)
             except Unsupported:
                 self._made[form] = None
         return self._made[form]
@@ -248,7 +255,7 @@ class _Growing:
         found = self._alike(part.nodes)
         if found is not None and found.nodes == part.nodes:
             return found
-        return convert(part.nodes, self.constants)
+        return convert(part.nodes, self.constants, self.parts)
 
     def _keep(self, region: _Part) -> None:
         self.regions.append(region)

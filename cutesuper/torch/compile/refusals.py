@@ -50,7 +50,7 @@ def without_kernel(
     """
     for node in region.nodes:
         try:
-            alone = convert([node])
+            alone = convert([node], parts=region.parts)
         except Unsupported:
             continue
         reason = _reason(alone.graph, target) if alone.reduces else None

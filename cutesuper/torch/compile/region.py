@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from cutesuper.errors import CutesuperError
+from cutesuper.ir import border
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import CONSTANT, INPUT, Counts
@@ -115,12 +116,14 @@ class Region:
         graph: the definition, of contiguous tensors.
         inputs: of the graph, in order.
         outputs: the nodes that are used outside.
+        parts: true if its kernels may work on parts of its inputs and outputs.
     """
 
     nodes: tuple[fx.Node, ...]
     graph: KernelGraph
     inputs: tuple[Operand, ...]
     outputs: tuple[Result, ...]
+    parts: bool = False
 
     @cached_property
     def key(self) -> str:
@@ -159,27 +162,33 @@ class Region:
         return places(self.nodes)
 
 
-def convert(nodes: Sequence[fx.Node], constants: Collection[fx.Node] = ()) -> Region:
+def convert(
+    nodes: Sequence[fx.Node], constants: Collection[fx.Node] = (), parts: bool = False
+) -> Region:
     """The region of some compute nodes.
 
     Args:
         nodes: in the order of the graph; nothing between them is computed outside.
         constants: nodes that are not written while kernels run.
+        parts: see `Region`. Without, views that cut tensors, and copies that put them together,
+            stay outside.
 
     Raises:
         Unsupported: naming the node and the reason.
     """
     try:
-        return _converted(nodes, constants, through=True)
+        return _converted(nodes, constants, parts, through=True)
     except Unsupported as error:
         # with the shapes and types of its inputs after the views and casts in front of the region
         try:
-            return _converted(nodes, constants, through=False)
+            return _converted(nodes, constants, parts, through=False)
         except Unsupported:
             raise error from None
 
 
-def _converted(nodes: Sequence[fx.Node], constants: Collection[fx.Node], through: bool) -> Region:
+def _converted(
+    nodes: Sequence[fx.Node], constants: Collection[fx.Node], parts: bool, through: bool
+) -> Region:
     """The region; with ``through`` it includes the views in front of it."""
     inside = _Inside(frozenset(nodes), through)
     shapes = Shapes()
@@ -187,7 +196,8 @@ def _converted(nodes: Sequence[fx.Node], constants: Collection[fx.Node], through
     for n in nodes:
         _visit(n, inside, shapes, order)
     ends = _ends(nodes, inside, shapes, order)
-    b = Builder(shapes, frozenset(constants))
+    wholes = {n: r for n in shapes.inputs if (r := _root(n)) is not None} if parts else {}
+    b = Builder(shapes, frozenset(constants), wholes)
     for n in order:
         try:
             b.set(n, _entry(n).build(b, n, arguments_of(n)))
@@ -197,12 +207,15 @@ def _converted(nodes: Sequence[fx.Node], constants: Collection[fx.Node], through
         outputs = _outputs(b, ends)
         # parts of weights are inputs of their own, so the whole may no longer be needed
         graph, kept = only(b.g, range(len(b.g.outputs)))
-        graph.expanded()
+        if not border.inside(graph.expanded())[1].whole and not parts:
+            raise Unsupported(nodes[-1], "takes a part of a tensor that a kernel reads whole")
+        if graph.joins_sums:
+            raise Unsupported(nodes[-1], "joins what depends on sums over the pieces that it joins")
         check_definition("trace", graph)
     except (Mismatch, CutesuperError, Unsupported) as error:
         raise explain(nodes[-1], error) from None
     inputs = tuple(_input_view(b, b.operands[n]) for n in kept)
-    return Region(tuple(nodes), graph, inputs, outputs)
+    return Region(tuple(nodes), graph, inputs, outputs, parts)
 
 
 @dataclass(frozen=True)
@@ -417,6 +430,8 @@ def _left(shape: Sequence[Length]) -> tuple[Length, ...]:
 def _input_view(b: Builder, given: Given) -> Operand:
     t = fake(given.node)
     shape = tuple(_kernel_length(b, s) for s in given.slots)
+    if given.whole is not None:
+        shape = tuple(-1 if isinstance(n, Symbol) else n for n in given.whole)
     copied = memory_order(t) is None
     limits = b.limits.get(given.node) if given.dtype == t.dtype and not given.lengths else None
     return Operand(
@@ -424,6 +439,23 @@ def _input_view(b: Builder, given: Given) -> Operand:
         limits,
         given.fill,
     )  # fmt: skip
+
+
+def _root(node: fx.Node) -> fx.Node | None:
+    """The tensor without gaps of which a node with gaps is a view; None for any other node."""
+    if memory_order(fake(node)) is not None:
+        return None
+    root, dtype = node, fake(node).dtype
+    while is_free(root) and len(root.all_input_nodes) == 1:
+        [root] = root.all_input_nodes
+    val = root.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype != dtype or not val.is_contiguous():
+        return None
+    return root if _shares_memory(val, fake(node)) else None
+
+
+def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _kernel_length(b: Builder, slot: Slot) -> int:

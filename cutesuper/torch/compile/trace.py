@@ -415,7 +415,8 @@ def regions_of(
     pair_complex(module)
     graph = module.graph
     _drop_checks(graph)
-    found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
+    constants = [n for n in graph.nodes if n.op == "get_attr"]
+    found = partition(graph, constants=constants, parts=True)
     if rest == "torch":
         return found.regions, found.refused
     inside = computed(found.regions)

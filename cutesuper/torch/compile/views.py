@@ -21,6 +21,7 @@ from cutesuper.torch.compile.graph_builder import (
     Value,
     correspondence,
     fake,
+    memory_order,
     translated,
 )
 from cutesuper.torch.compile.table import (
@@ -265,7 +266,7 @@ class _Pieces(_Free):
         values = values if isinstance(values, tuple) else (values,)
         own = b.of(_operand(a))
         if own.source is not None:
-            raise Unsupported(node, "takes a part of a tensor that a kernel reads whole")
+            own = self._whole(b, node, own)
         if not isinstance(own.tensor, Tensor) or group not in own.slots:
             return self._result([own for _ in values])
         place = own.slots.index(group)
@@ -276,6 +277,14 @@ class _Pieces(_Free):
             slots = (*own.slots[:place], slot, *own.slots[place + 1 :])
             parts.append(Built(t, slots, None, own.condition))
         return self._result(parts)
+
+    def _whole(self, b: Builder, node: fx.Node, own: Built) -> Built:
+        """The input of which parts are taken. Raises Unsupported if it would be copied first."""
+        source = own.source
+        if source is None or memory_order(fake(source)) is None:
+            raise Unsupported(node, "takes a part of a tensor that has gaps")
+        slots = b.natural(b.value(source))
+        return Built(b.tensor(node, source, slots), slots, None, own.condition)
 
 
 @enter(

@@ -19,7 +19,12 @@ from cutesuper.skeletons.attention.sums.schedule import SumsSchedule
 from cutesuper.skeletons.base import Argument, Output, Pages, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.normalize import quotients_by_statistics, with_reciprocals
-from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
+from cutesuper.skeletons.operands import (
+    check_element_type,
+    check_parts,
+    check_same_type,
+    unaligned,
+)
 
 
 def recognized_sums(step: KernelStep, setting: Setting) -> SumsPlan:
@@ -27,6 +32,7 @@ def recognized_sums(step: KernelStep, setting: Setting) -> SumsPlan:
     structure that this loop cannot run."""
     roles = SumsRoles(step, arguments_of(step, setting.tensors))
     plan = roles.plan(SumsSchedule(2, dependent_launch=setting.dependent_launch))
+    check_parts(plan.arguments, roles.where)
     _check_operands(plan, roles.where)
     return plan
 
