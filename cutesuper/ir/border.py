@@ -58,7 +58,7 @@ class PartOf:
         """True if all rows of the part, which has this shape, begin and end at multiples of 16
         bytes."""
         ends = (self.whole[-1], self.starts[-1], shape[-1])
-        return all(extent(n) * itemsize % ALIGNMENT == 0 for n in ends)
+        return all(isinstance(n, int) and n * itemsize % ALIGNMENT == 0 for n in ends)
 
     def __str__(self) -> str:
         return f"a tensor {show_shape(self.whole)}, from {list(self.starts)} on"
