@@ -245,7 +245,7 @@ class KernelGraph(NamedOperators):
         converted = lookup(operator).dtype(attributes)
         if converted is not None:
             return converted
-        given = [(t, self._own_dtype(t)) for t in args if t.node.operator != CONSTANT]
+        given = [(t, self.own_dtype(t)) for t in args if t.node.operator != CONSTANT]
         given = [(t, d) for t, d in given if not d.integer]
         dtypes = {d for _, d in given}
         if len(dtypes) > 1 and lookup(operator).one_type:
@@ -395,7 +395,7 @@ class KernelGraph(NamedOperators):
             )
         self.nodes[t.index] = replace(t.node, dtype=dtype)
 
-    def _own_dtype(self, t: Tensor) -> DType:
+    def own_dtype(self, t: Tensor) -> DType:
         """The type of a value, even if it is stored as another type because it is an output."""
         if t.index not in self.outputs:
             return t.dtype
@@ -404,7 +404,7 @@ class KernelGraph(NamedOperators):
 
     def _as_used(self, other: KernelGraph, i: int, t: Tensor) -> Tensor:
         """A value of this graph in the type that node ``i`` of another graph has for its users."""
-        dtype = other._own_dtype(other.tensor(i))
+        dtype = other.own_dtype(other.tensor(i))
         return t if dtype == t.dtype else self.convert(t, dtype)
 
     def _with_types_of(self, other: KernelGraph) -> KernelGraph:

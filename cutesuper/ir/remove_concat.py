@@ -22,12 +22,14 @@ are concatenations, which kernels read and write as parts of larger tensors (`cu
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import accumulate, product
 from typing import TYPE_CHECKING
 
 from cutesuper.errors import GraphError, OperatorError
 from cutesuper.ir.dims import Dim, extent, show_shape
+from cutesuper.ir.dtypes import DType, float32
 from cutesuper.ir.operators.base import INPUT, lookup
 from cutesuper.ir.operators.monoid import SUM
 
@@ -114,9 +116,12 @@ def _build(
             made |= {(i, box): _part(g, whole, box) for box in needed[i]}
             continue
         for box, terms in needed[i].items():
+            first = len(g.nodes)
             values = [_apply(g, graph, node, [made[u] for u in t], t) for t in terms]
             how = node.facets.reduces or SUM
             made[i, box] = reduce(partial(g.apply, how.operator), values)
+            if len(values) > 1 and how is SUM:
+                _widen(g, first, node.dtype)
     boxes = {i: _boxes(graph.nodes[i], cuts[i]) for i in graph.outputs}
     stored = {made[i, own[0]].index for i, own in boxes.items() if len(own) == 1}
     for i, own in boxes.items():
@@ -126,6 +131,14 @@ def _build(
         g.outputs.append(_joined(g, pieces, list(map(_cells, graph.nodes[i].shape, cuts[i]))).index)
     _check_outputs(g, [graph.nodes[i] for i in graph.outputs])
     return g
+
+
+def _widen(g: KernelGraph, first: int, dtype: DType) -> None:
+    """Store sums of pieces, from node ``first`` on, as float32 between kernels: the program rounds
+    the last one only, and the others may be much larger."""
+    for i in range(first, len(g.nodes)):
+        g.nodes[i] = replace(g.nodes[i], dtype=float32)
+    g.nodes[-1] = replace(g.nodes[-1], dtype=dtype)
 
 
 def _part(g: KernelGraph, whole: Tensor, box: Box) -> Tensor:
@@ -249,7 +262,7 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
             f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and "
             "positions count from the whole; mask the parts before they are put together"
         )
-    if operator.turns and box[-1] != _whole(node.shape)[-1]:
+    if operator.turns and (cuts[node.inputs[0]][-1] or box[-1] != _whole(node.shape)[-1]):
         raise OperatorError(
             f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and "
             "elements of one come from others; turn the parts before they are put together"

@@ -210,7 +210,7 @@ class Flat:
             return node.name
         if node.facets.gathers:
             return self.graph.nodes[node.inputs[0]].name
-        output = self._output(value)
+        output = self._loaded(value)
         return self.fresh(f"t{value}") if output is None else self.fresh(f"out{output}")
 
     def through(self, value: int) -> str | None:
@@ -263,6 +263,18 @@ class Flat:
         plain = View(value, tuple(range(len(self.graph.nodes[value].shape))))
         return next((n for n, o in enumerate(self.graph.outputs) if self.views[o] == plain), None)
 
+    def _loaded(self, value: int) -> int | None:
+        """Index of the output that other kernels load as a value; None if there is none, or if it
+        is stored in a shorter type, which rounds it for its caller only."""
+        n = self._output(value)
+        if n is None or self.graph.nodes[value].given:
+            return n
+        stored = self.graph.nodes[self.graph.outputs[n]].dtype
+        return None if stored.itemsize < self._own(value).itemsize else n
+
+    def _own(self, value: int) -> DType:
+        return self.graph.own_dtype(self.graph.tensor(value))
+
     def dtype(self, value: int) -> DType:
         """Element type of a stored value: the graph's type; between two kernels float32 for
         statistics and for values that float16 cannot hold, and for a maximum that is compared with
@@ -270,12 +282,13 @@ class Flat:
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
-        if node.given or self._output(value) is not None:
+        if node.given or self._loaded(value) is not None:
             return node.dtype
         if value in self.compared:
             return self.dtype(self.operands(value)[0].value)
-        wide = node.dtype == float16 and value not in self.narrow
-        return float32 if wide or value in self.statistics else node.dtype
+        own = self._own(value)
+        wide = own == float16 and value not in self.narrow
+        return float32 if wide or value in self.statistics else own
 
     @cached_property
     def narrow(self) -> frozenset[int]:

@@ -757,6 +757,13 @@ def _in_memory(slots: Slots, stored: Sequence[Dims]) -> Slots:
     return tuple(found)
 
 
+def of_rank(slots: Slots, t: Tensor) -> Slots:
+    """Slots of all dimensions of a tensor that `Builder.tensor` gave: extents of 1 are in front of
+    it or missing there."""
+    missing = len(t.shape) - len(slots)
+    return (None,) * missing + slots if missing >= 0 else slots[-missing:]
+
+
 def _stripped(slots: Slots, rank: int = 0) -> Slots:
     first = next((i for i, s in enumerate(slots) if s is not None), len(slots))
     return slots[max(0, min(first, len(slots) - rank)) :]

@@ -8,7 +8,14 @@ from torch import fx
 
 from cutesuper.ir.graph import Tensor
 from cutesuper.torch.compile.factored_dims import Dims, extent_of, leaves, unify
-from cutesuper.torch.compile.graph_builder import Builder, Built, Shapes, Unsupported, Value
+from cutesuper.torch.compile.graph_builder import (
+    Builder,
+    Built,
+    Shapes,
+    Unsupported,
+    Value,
+    of_rank,
+)
 from cutesuper.torch.compile.length_masks import Lengths, lengths_of, mask_read
 from cutesuper.torch.compile.pointwise import Pointwise, added, infinite
 from cutesuper.torch.compile.table import Arguments, enter_all
@@ -38,7 +45,7 @@ class Masked(Pointwise):
         heads = b.groups(tuple(p for d in rest[:-2] for p in leaves(d)))
         slots = (*own, *heads, *rows, *keys)
         x = b.tensor(node, scores, slots, rank=len(slots))
-        return Built(limited(b, node, x, limits, first), slots)
+        return Built(limited(b, node, x, limits, first), of_rank(slots, x))
 
     def _scores(self, node: fx.Node, a: Arguments) -> fx.Node:
         return a["other"] if a["self"] is mask_read(node) else a["self"]

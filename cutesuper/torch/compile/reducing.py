@@ -32,6 +32,7 @@ from cutesuper.torch.compile.graph_builder import (
     Unsupported,
     Value,
     fake,
+    of_rank,
 )
 from cutesuper.torch.compile.pointwise import absolute
 from cutesuper.torch.compile.table import (
@@ -191,12 +192,7 @@ def whole_tensor(b: Builder, node: fx.Node, operand: Any) -> tuple[Tensor, Slots
     own = b.of(operand)
     slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(b.value(operand))
     t = b.tensor(node, operand, slots)
-    return t, _of_rank(slots, t)
-
-
-def _of_rank(slots: Slots, t: Tensor) -> Slots:
-    missing = len(t.shape) - len(slots)
-    return (None,) * missing + slots if missing >= 0 else slots[-missing:]
+    return t, of_rank(slots, t)
 
 
 @dataclass(frozen=True)
@@ -474,7 +470,7 @@ class _Norm(Entry):
             slots = (*(s for s in slots if s != group), group)
         t = b.tensor(node, a["input"], slots)
         others = [self._given(b, node, a, k) for k in ("weight", "bias")]
-        return [t, *others], _of_rank(slots, t)
+        return [t, *others], of_rank(slots, t)
 
     def _given(self, b: Builder, node: fx.Node, a: Arguments, name: str) -> Tensor | None:
         """A weight or bias, if there is one."""

@@ -17,11 +17,13 @@ from cutesuper.torch.compile.graph_builder import (
     Builder,
     Built,
     Shapes,
+    Slots,
     Unsupported,
     Value,
     correspondence,
     fake,
     memory_order,
+    of_rank,
     translated,
 )
 from cutesuper.torch.compile.table import (
@@ -436,16 +438,21 @@ class Cat(Entry):
         slots = b.natural(value)
         place = slots.index(b.one(node, value.dims[d]))
         rest = Value((*value.dims[:d], (), *value.dims[d + 1 :]))
-        parts = []
+        own: list[tuple[fx.Node, Slots]] = []
         for t in tensors:
-            own, dims = b.one(node, b.value(t).dims[d]), b.value(t).dims
+            dims = b.value(t).dims
             others = Value((*dims[:d], (), *dims[d + 1 :]))
             mine = translated(slots, correspondence(rest, others))
-            parts.append(b.tensor(node, t, (*mine[:place], own, *mine[place + 1 :])))
-        return Built(b.g.concat(parts, place), slots)
+            own.append((t, (*mine[:place], b.one(node, dims[d]), *mine[place + 1 :])))
+        # a computed tensor may have extents of 1 in front, which its slots do not count
+        rank = max(len(b.tensor(node, t, mine).shape) for t, mine in own)
+        front: Slots = (None,) * (rank - len(slots))
+        parts = [b.tensor(node, t, (*front, *mine), rank) for t, mine in own]
+        return Built(b.g.concat(parts, place - len(slots)), (*front, *slots))
 
     def _turned(self, b: Builder, node: fx.Node, whole: fx.Node) -> Built:
         slots = b.natural(b.value(whole))
         if slots[-1] is None or slots[-1] != b.one(node, b.value(whole).dims[-1]):
             raise Unsupported(node, "turns halves of a dimension along which elements repeat")
-        return Built(b.g.rotate_half(b.tensor(node, whole, slots)), slots)
+        t = b.tensor(node, whole, slots)
+        return Built(b.g.rotate_half(t), of_rank(slots, t))
