@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import cutesuper as cs
 from cutesuper import pipeline
-from cutesuper.errors import GraphError, LoweringError
+from cutesuper.errors import GraphError, LoweringError, OperatorError
 from cutesuper.ir.block import MuGraph, Part
 from cutesuper.ir.border import inside, inside_mugraph, whole_mugraph
 from cutesuper.ir.check import check_mugraph
@@ -271,3 +271,44 @@ def test_arguments_that_are_parts_themselves(monkeypatch: pytest.MonkeyPatch) ->
     program = traced(monkeypatch, attention, [big[3:5]])
     for x in (big[3:5], big[1:3], randn(192, 2, 16).permute(1, 2, 0)):
         check_traced(program, attention, [x])
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2), (3, 2, 5), (1, 2, 2)])
+def test_pieces_behind_an_extent_of_one_are_put_together(shape: tuple[int, ...]) -> None:
+    def pair(x: torch.Tensor) -> torch.Tensor:
+        y = x.mean(1, keepdim=True)
+        return torch.cat([y, y], -1)
+
+    x = torch.randn(shape)
+    program = cs.superoptimize(pair, (x,), target="h200")
+    assert torch.allclose(program(x), pair(x), atol=1e-6)
+
+
+def test_a_scan_over_pieces_is_refused() -> None:
+    g = cs.new_kernel_graph()
+    x = g.new_input((2, 4), name="x")
+    g.mark_output(g.cumsum(g.concat([x, x], 1)))
+    with pytest.raises(OperatorError, match="turn the parts before"):
+        g.expanded()
+
+
+def test_sums_of_pieces_are_float32_between_kernels() -> None:
+    g = cs.new_kernel_graph()
+    x, y, w = (g.new_input(s, name=n) for n, s in (("x", (4, 8)), ("y", (4, 8)), ("w", (16, 8))))
+    g.mark_output(g.matmul(g.concat([x, y], 1), w))
+    made = [n for n in g.expanded().nodes if n.operator in ("matmul", "add")]
+    assert [n.dtype.name for n in made] == ["float32", "float32", "float16"]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_outputs_in_a_shorter_type_are_not_read_again(joined: bool) -> None:
+    g = cs.new_kernel_graph()
+    x, y = (g.new_input((2, 12, 2), "float32", name=n) for n in "xy")
+    z = g.silu(y)
+    g.mark_output(g.concat([x, z], 2) if joined else z, "bfloat16")
+    g.mark_output(g.mul(1.0, z))
+    if not joined:
+        g.mark_output(g.exp(x))
+    for candidate in cs.mugraphs(g, target="h200").candidates:
+        reads = {n for step in candidate.mugraph.steps for n in step.reads}
+        assert not any(candidate.mugraph.tensors[n].dtype.name == "bfloat16" for n in reads)

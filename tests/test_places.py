@@ -6,6 +6,7 @@ from collections.abc import Callable
 from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.targets import H200
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.numeric import compare
+from cutesuper.verify.torchdomain import TorchDomain, TorchValue
 from tests.mutants import change
 from tests.tracing import check, traced
 
@@ -87,6 +89,15 @@ def test_places_are_those_of_the_reference() -> None:
         found, _ = run_reference(places((5, 9), dtype=str(dtype)), [x])
         assert found.dtype == torch.int64 and found.flatten()[:4].tolist() == [0, 3, 0, 0]
         assert torch.equal(found, x.argmax(1, keepdim=True))
+
+
+def test_emulated_places_of_infinities_and_nan_are_pytorchs() -> None:
+    x = torch.tensor(
+        [[1.0, inf, nan, nan], [-inf, -3.0, -3.0, -9.0], [2.0, inf, inf, 0.0]]
+    ).double()
+    domain = TorchDomain(torch.float64)
+    pairs = domain.placed(TorchValue(("M", "N"), x), ("N",), np.arange(4))
+    assert domain.place(domain.foremost(pairs, ["N"])).data.tolist() == x.argmax(1).tolist()
 
 
 def test_other_places_are_refused() -> None:

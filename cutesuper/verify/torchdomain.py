@@ -17,6 +17,8 @@ from cutesuper.ir.evaluate import hidden_difference
 from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, lookup
 from cutesuper.verify.tiles import Mapped, Window
 
+#: stands for infinity: larger than any number of fp32
+_INFINITE = 1e300
 #: the last bits of a float64 that hold a place: rows have at most 2^20 elements
 _PLACES = (1 << 20) - 1
 
@@ -100,8 +102,9 @@ class TorchDomain:
         largest. `place` reads them."""
         at = TorchValue(dims, torch.from_numpy(places).to(x.data.device))
         every = (*x.dims, *(d for d in dims if d not in x.dims))
-        most = torch.finfo(torch.float64).max
-        number = (align(x, every).double() + 0.0).clamp(-most, most)
+        number = align(x, every).double() + 0.0
+        # a NaN is the largest; as one it would lose its place
+        number = number.clamp(-_INFINITE, _INFINITE).nan_to_num(torch.finfo(torch.float64).max)
         last = torch.where(number < 0, align(at, every), _PLACES - align(at, every))
         bits = (number.view(torch.int64) & ~_PLACES) | last
         return TorchValue(every, bits.view(torch.float64))

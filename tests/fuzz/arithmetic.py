@@ -188,9 +188,7 @@ class Balls:
         number = torch.where(x.v.isnan(), torch.inf, x.v.clamp(-1e308, 1e308))
         low, high = ((number + s * x.e).nan_to_num(s * torch.inf, torch.inf, -torch.inf)
                      for s in (-1.0, 1.0))  # fmt: skip
-        most = low.amax(dim, keepdim=True)
-        # beside an infinity, what is almost as large as float16 holds may be rounded to one
-        allowed = (high >= most) | (most.isposinf() & (high > reach(torch.float16)))
+        allowed = high >= low.amax(dim, keepdim=True)
         v = x.v.argmax(dim, keepdim=True)
         first = torch.zeros_like(allowed).scatter(dim, v, True)
         exact = (x.e == 0).all(dim, keepdim=True)
