@@ -270,6 +270,12 @@ class BlockProgram:
         axes = tuple(replace(a, extent=extents[a.name]) for a in self.axes)
         return BlockProgram(dims, axes, tile, self.ops)
 
+    def at(self, axes: tuple[Axis, ...], tile: dict[str, int]) -> BlockProgram:
+        """The same structure with axes of other extents, and other tiles."""
+        program = BlockProgram(self.dims, axes, tile, self.ops)
+        vars(program)["alternatives"] = self.alternatives  # follows from labels alone
+        return program
+
 
 def _rank(kind: AxisKind) -> int:
     return ORDER.index(kind)

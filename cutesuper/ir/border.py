@@ -207,22 +207,32 @@ def with_copies(graph: KernelGraph, border: Border) -> KernelGraph:
     """A program inside whose kernels may read and write copies in place of parts.
 
     before: ``X[:, 0:3] @ W``; after: ``convert(X[:, 0:3]) @ W``, in which a kernel of rows may make
-    the copy.
+    the copy. Outputs that are used in another type than they are stored in are not copied: a copy
+    would be rounded to that type.
     """
     g, new = KernelGraph(), dict[int, int]()
     cut = {i for i, p in zip(graph.inputs, border.inputs, strict=True) if p.starts}
     for i, node in enumerate(graph.nodes):
         new[i] = len(g.nodes)
         g.nodes.append(replace(node, inputs=tuple(new[j] for j in node.inputs)))
-        if i in cut and not node.dtype.integer:
+        if i in cut:
             new[i] = _copy(g, new[i])
     for n, place in zip(graph.outputs, border.outputs, strict=True):
-        g.outputs.append(_copy(g, new[n]) if place.starts else new[n])
+        copied = place.starts and _has_one_type(graph, n)
+        g.outputs.append(_copy(g, new[n]) if copied else new[n])
     return g
 
 
+def _has_one_type(graph: KernelGraph, i: int) -> bool:
+    """True if an output has the same type for its caller and for its users in the graph."""
+    used = any(i in n.inputs for n in graph.nodes)
+    return not used or graph.own_dtype(graph.tensor(i)) == graph.nodes[i].dtype
+
+
 def _copy(g: KernelGraph, i: int) -> int:
-    return g.convert(g.tensor(i), g.nodes[i].dtype).index
+    """A copy of a value; integers, with which nothing is computed, are not copied."""
+    dtype = g.nodes[i].dtype
+    return i if dtype.integer else g.convert(g.tensor(i), dtype).index
 
 
 def _shape(whole: Shape, place: Place) -> Shape:

@@ -55,6 +55,8 @@ int64 = DType("int64", 8, 63)
 
 #: element types of tensors between kernels and of all computed values
 ALL: dict[str, DType] = {d.name: d for d in (float16, bfloat16, float32)}
+#: bytes of an element at least
+LEAST_BYTES = min(d.itemsize for d in ALL.values())
 #: operands of the operators that take lengths, tables, indices or labels; nothing is computed in
 #: these
 INTEGERS: dict[str, DType] = {d.name: d for d in (int32, int64)}

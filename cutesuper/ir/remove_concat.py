@@ -25,16 +25,14 @@ from bisect import bisect_right
 from dataclasses import replace
 from functools import partial, reduce
 from itertools import accumulate, product
-from typing import TYPE_CHECKING
 
 from cutesuper.errors import GraphError, OperatorError
 from cutesuper.ir.dims import Dim, extent, show_shape
 from cutesuper.ir.dtypes import DType, float32
+from cutesuper.ir.graph import KernelGraph, Node, Tensor
 from cutesuper.ir.operators.base import INPUT, lookup
+from cutesuper.ir.operators.layout import Concat
 from cutesuper.ir.operators.monoid import SUM
-
-if TYPE_CHECKING:
-    from cutesuper.ir.graph import KernelGraph, Node, Tensor
 
 #: from (inclusive) to (exclusive); the end of a whole symbolic dimension is its symbol
 Range = tuple[int, Dim]
@@ -105,10 +103,9 @@ def _boxes(node: Node, cuts: Cuts) -> list[Box]:
 def _build(
     graph: KernelGraph, cuts: list[Cuts], needed: list[dict[Box, list[list[Use]]]]
 ) -> KernelGraph:
-    from cutesuper.ir.graph import KernelGraph
-
     g = KernelGraph()
     made: dict[Use, Tensor] = {}
+    sums: set[int] = set()
     for i, node in enumerate(graph.nodes):
         if node.operator == INPUT:
             g.nodes.append(node)
@@ -117,18 +114,13 @@ def _build(
             continue
         for box, terms in needed[i].items():
             first = len(g.nodes)
-            values = [_apply(g, graph, node, [made[u] for u in t], t) for t in terms]
+            values = [_apply(g, graph, i, [made[u] for u in t], t) for t in terms]
             how = node.facets.reduces or SUM
             made[i, box] = reduce(partial(g.apply, how.operator), values)
             if len(values) > 1 and how is SUM:
-                _widen(g, first, node.dtype)
-    boxes = {i: _boxes(graph.nodes[i], cuts[i]) for i in graph.outputs}
-    stored = {made[i, own[0]].index for i, own in boxes.items() if len(own) == 1}
-    for i, own in boxes.items():
-        pieces = [made[i, box] for box in own]
-        if len(pieces) > 1 or pieces[0].node.facets.cuts:
-            pieces = [_own(g, t, stored) for t in pieces]
-        g.outputs.append(_joined(g, pieces, list(map(_cells, graph.nodes[i].shape, cuts[i]))).index)
+                _widen(g, first, graph.own_dtype(graph.tensor(i)))
+                sums.add(made[i, box].index)
+    g.outputs = [t.index for t in _stored(g, graph, cuts, made, sums)]
     _check_outputs(g, [graph.nodes[i] for i in graph.outputs])
     return g
 
@@ -150,9 +142,25 @@ def _part(g: KernelGraph, whole: Tensor, box: Box) -> Tensor:
     return t
 
 
+def _stored(
+    g: KernelGraph, graph: KernelGraph, cuts: list[Cuts], made: dict[Use, Tensor], sums: set[int]
+) -> list[Tensor]:
+    """The outputs, each piece of which a kernel stores; ``sums`` are the sums of pieces."""
+    boxes = {i: _boxes(graph.nodes[i], cuts[i]) for i in graph.outputs}
+    kept = sums & {j for n in g.nodes for j in n.inputs}
+    taken = kept | {made[i, own[0]].index for i, own in boxes.items() if len(own) == 1}
+    found: list[Tensor] = []
+    for i, own in boxes.items():
+        pieces = [made[i, box] for box in own]
+        if len(pieces) > 1 or pieces[0].node.facets.cuts or pieces[0].index in kept:
+            pieces = [_own(g, t, taken) for t in pieces]
+        found.append(_joined(g, pieces, list(map(_cells, graph.nodes[i].shape, cuts[i]))))
+    return found
+
+
 def _own(g: KernelGraph, t: Tensor, stored: set[int]) -> Tensor:
     """A value that a kernel stores in one place: a copy of a part of an input, and of a value that
-    is stored elsewhere."""
+    is stored elsewhere, or of a sum of pieces that is used, in its own type."""
     if t.node.operator == INPUT or t.node.facets.cuts or t.index in stored:
         t = g.convert(t, t.dtype)
     stored.add(t.index)
@@ -165,17 +173,27 @@ def _joined(g: KernelGraph, pieces: list[Tensor], cells: list[list[Range]]) -> T
         n = len(cells[d])
         if n > 1:
             rows = (pieces[k : k + n] for k in range(0, len(pieces), n))
-            pieces = [g.concat(row, d) for row in rows]
+            pieces = [_join(g, row, d) for row in rows]
     return pieces[0]
 
 
+def _join(g: KernelGraph, row: list[Tensor], d: int) -> Tensor:
+    """Tensors of any type put together, also the places of an ``argmax``."""
+    attributes = {"dim": d}
+    shape = lookup(Concat.name).shape([t.shape for t in row], attributes)
+    inputs, dtype = tuple(t.index for t in row), row[0].dtype
+    g.nodes.append(Node(Concat.name, inputs, attributes, shape, dtype, f"t{len(g.nodes)}"))
+    return g.tensor(len(g.nodes) - 1)
+
+
 def _apply(
-    g: KernelGraph, graph: KernelGraph, node: Node, args: list[Tensor], uses: list[Use]
+    g: KernelGraph, graph: KernelGraph, i: int, args: list[Tensor], uses: list[Use]
 ) -> Tensor:
-    """One term of a value."""
+    """One term of node i."""
+    node = graph.nodes[i]
     if lookup(node.operator).cuts:
         return args[0]
-    value = g.apply(node.operator, *args, **dict(node.attributes))
+    value = g.copy_node(graph, i, args)
     if not node.facets.averages:
         return value
     d, [(operand, box)] = node.attributes["dim"], uses
@@ -257,24 +275,26 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
         return [[_use(graph, node, 0, tuple(parts[d] for d in range(len(dims))))]]
     if operator.reduces:
         return _of_reduction(graph, cuts, node, box)
-    if operator.masks and box[-2:] != _whole(node.shape)[-2:]:
+    if why := _needs_whole(graph, cuts, node, box):
         raise OperatorError(
             f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and "
-            "positions count from the whole; mask the parts before they are put together"
-        )
-    if operator.turns and (cuts[node.inputs[0]][-1] or box[-1] != _whole(node.shape)[-1]):
-        raise OperatorError(
-            f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and "
-            "elements of one come from others; turn the parts before they are put together"
-        )
-    if (operator.gathers or operator.puts) and box != _whole(node.shape):
-        raise OperatorError(
-            f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and a "
-            "kernel reads inputs whole; pass the parts as separate inputs"
+            f"{why}"
         )
     if operator.integers and not operator.elementwise:
         return [[_first(graph, node, k, box) for k in range(len(node.inputs))]]
     return [[_use(graph, node, k, box) for k in range(len(node.inputs))]]
+
+
+def _needs_whole(graph: KernelGraph, cuts: list[Cuts], node: Node, box: Box) -> str:
+    """The reason why a node has no value for this box alone, and what to do; else empty."""
+    operator, whole = lookup(node.operator), _whole(node.shape)
+    if operator.masks and box[-2:] != whole[-2:]:
+        return "positions count from the whole; mask the parts before they are put together"
+    if operator.turns and (cuts[node.inputs[0]][-1] or box[-1] != whole[-1]):
+        return "elements of one come from others; turn the parts before they are put together"
+    if (operator.gathers or operator.puts) and box != whole:
+        return "a kernel reads inputs whole; pass the parts as separate inputs"
+    return ""
 
 
 def _first(graph: KernelGraph, node: Node, k: int, box: Box) -> Use:

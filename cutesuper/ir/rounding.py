@@ -20,7 +20,7 @@ A value that does not fit may still be rounded where the user's program rounds i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -30,7 +30,7 @@ import numpy as np
 from cutesuper.ir.arraymath import Array, ArrayMath
 from cutesuper.ir.dims import Dim, extent
 from cutesuper.ir.dtypes import DType, float16
-from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.ir.operators.monoid import SUM
 
@@ -186,30 +186,51 @@ def comparisons(graph: KernelGraph) -> dict[int, frozenset[int]]:
     """The thresholds that compare the maximum of computed values with these, and such maxima.
 
     The derivative of a maximum divides by the number of elements that equal it, which is 0 if the
-    maximum and the elements are rounded apart.
+    maximum and the elements are rounded apart. A maximum of values that are put together is the
+    larger one of their maxima, which are maxima of the threshold, too.
 
     Args:
         graph: any.
 
     Returns:
-        The maxima of each such node: of ``at_least(x, max(x))``, of ``step(max(x) - x)``.
+        The maxima of each such node: of ``at_least(x, max(x))``, of ``step(max(x) - x)``, of
+        ``at_least(x, maximum(max(x), max(y)))``.
     """
-    nodes, found = graph.nodes, dict[int, frozenset[int]]()
+    nodes, tops, found = graph.nodes, _tops(graph), dict[int, frozenset[int]]()
     for i, node in enumerate(nodes):
         met = {j for j in node.inputs if nodes[j].facets.subtracts}
         pairs = [node.inputs, *(nodes[j].inputs for j in met)] if node.facets.flat else []
-        maxima = frozenset(j for p in pairs for j in p if _tops(graph, j, p))
+        tried = ((elements_of(graph, tops[j]), p, tops[j]) for p in pairs for j in p)
+        maxima = frozenset[int]().union(
+            *(top for of, p, top in tried if of & set(p) and any(not nodes[e].given for e in of))
+        )
         if maxima:
             found[i] = maxima
     return found
 
 
-def _tops(graph: KernelGraph, i: int, others: Sequence[int]) -> bool:
-    """True if node i is the maximum of a computed value that is among some others."""
-    node = graph.nodes[i]
-    return (
-        node.facets.selects and node.inputs[0] in others and not graph.nodes[node.inputs[0]].given
-    )
+def elements_of(graph: KernelGraph, maxima: Collection[int]) -> set[int]:
+    """The values that maxima are taken of, without the maxima of maxima."""
+    return {graph.nodes[i].inputs[0] for i in maxima if graph.nodes[i].facets.selects}
+
+
+def _tops(graph: KernelGraph) -> list[frozenset[int]]:
+    """For each node that is a maximum, or the larger one of several, all maxima that it is made
+    of."""
+    found: list[frozenset[int]] = []
+    for i, node in enumerate(graph.nodes):
+        below = [found[j] for j in node.inputs]
+        all_of = frozenset[int]().union(*below)
+        larger = all(below) and all(_combines(node, graph.nodes[j]) for j in all_of)
+        top = node.facets.selects or (all_of and larger)
+        found.append(frozenset((i,)) | (all_of if larger else frozenset()) if top else frozenset())
+    return found
+
+
+def _combines(node: Node, maximum: Node) -> bool:
+    """True if a node has the larger one of two numbers, as a maximum or a node like it has."""
+    how = maximum.facets.reduces
+    return node.operator == (maximum.operator if how is None else how.operator)
 
 
 def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:

@@ -75,10 +75,12 @@ def _sub(g: Derivation, args: list[Tensor], attributes: dict[str, Any]) -> Tenso
 def _sum(g: Derivation, x: Tensor, y: Tensor, sign: float) -> Tensor | None:
     """``x + sign y`` where an operand has a constant factor: a sign or a common factor moves out.
 
-    before: ``add(mul(x, -2), mul(y, -2))``, ``sub(x, mul(y, -3))``;
-    after: ``mul(add(x, y), -2)``, ``add(x, mul(y, 3))``.
+    before: ``add(mul(x, -2), mul(y, -2))``, ``sub(x, mul(y, -3))``, ``sub(x, mul(x, 0.3))``;
+    after: ``mul(add(x, y), -2)``, ``add(x, mul(y, 3))``, ``mul(x, 0.7)``.
     """
     (c, u), (d, v) = _scaled(g, x), _scaled(g, y)
+    if u.index == v.index and c + sign * d != 0:
+        return g.mul(u, c + sign * d)
     if 1 not in (c, d) and abs(c) == abs(d):
         inner = g.add(u, v) if c == sign * d else g.sub(u, v)
         return g.mul(inner, c)

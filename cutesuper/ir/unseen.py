@@ -150,7 +150,7 @@ def guarded_graph(graph: KernelGraph, given: Mapping[int, Fate]) -> KernelGraph:
     """
     known, own = fates_of(graph, given), fates_of(graph)
     result, new = KernelGraph(), list[Tensor]()
-    for n in graph.nodes:
+    for i, n in enumerate(graph.nodes):
         args = [new[j] for j in n.inputs]
         if n.operator == INPUT:
             result.nodes.append(n)
@@ -158,7 +158,7 @@ def guarded_graph(graph: KernelGraph, given: Mapping[int, Fate]) -> KernelGraph:
             continue
         if _meets(n, known) and not _meets(n, own):
             args[1] = _guard(result, n.operator, args[1])
-        new.append(result.apply(n.operator, *args, **dict(n.attributes)))
+        new.append(result.copy_node(graph, i, args))
     if len(result.nodes) == len(graph.nodes):
         return graph
     for i in graph.outputs:

@@ -33,7 +33,7 @@ from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, Counts, Items, lookup
 from cutesuper.ir.relations import ordered
-from cutesuper.ir.rounding import comparisons, narrow
+from cutesuper.ir.rounding import comparisons, elements_of, narrow
 from cutesuper.search.region import Way
 
 #: most pieces of one kernel; it bounds the segments of a long graph. A piece is an operator, or in
@@ -273,6 +273,8 @@ class Flat:
         return None if stored.itemsize < self._own(value).itemsize else n
 
     def _own(self, value: int) -> DType:
+        if value in self.compared_together:
+            return float32
         return self.graph.own_dtype(self.graph.tensor(value))
 
     def dtype(self, value: int) -> DType:
@@ -284,7 +286,7 @@ class Flat:
             return self.dtype(self.operands(value)[0].value)
         if node.given or self._loaded(value) is not None:
             return node.dtype
-        if value in self.compared:
+        if value in self.compared - self.compared_together:
             return self.dtype(self.operands(value)[0].value)
         own = self._own(value)
         wide = own == float16 and value not in self.narrow
@@ -317,6 +319,20 @@ class Flat:
         """The maxima that are compared with their elements: rounding keeps the order of numbers,
         so in one type the maximum of rounded elements is the rounded maximum."""
         return frozenset[int]().union(*comparisons(self.graph).values())
+
+    @cached_property
+    def compared_together(self) -> frozenset[int]:
+        """The maxima that are put together of several values and compared with all of these, and
+        the values, which are not rounded between kernels: a piece that float16 cannot hold would
+        be, beside one that it holds."""
+        nodes = self.graph.nodes
+        joined = [i for i in self.compared if not nodes[i].facets.selects]
+        maxima = {*joined, *(j for i in joined for j in nodes[i].inputs)}
+        found = maxima | elements_of(self.graph, maxima)
+        for i in reversed(range(len(nodes))):  # a transpose is a view: its operand is stored
+            if i in found and nodes[i].facets.permutes:
+                found.update(nodes[i].inputs)
+        return frozenset(found)
 
     @cached_property
     def statistics(self) -> frozenset[int]:

@@ -122,4 +122,4 @@ def _copied(graph: KernelGraph, new: KernelGraph, i: int, values: dict[int, Tens
     if node.operator == INPUT:
         new.nodes.append(node)
         return new.tensor(len(new.nodes) - 1)
-    return new.apply(node.operator, *(values[j] for j in node.inputs), **dict(node.attributes))
+    return new.copy_node(graph, i, [values[j] for j in node.inputs])

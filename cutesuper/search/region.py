@@ -34,6 +34,7 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
+from cutesuper.ir.dtypes import LEAST_BYTES
 from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.ir.precision import EXACT
 from cutesuper.search.forms import BlockForm, Recognized, find_form, recognized
@@ -456,8 +457,8 @@ class _RegionSearch:
                 return whole / CLUSTERS[-1]
             return 1 if kinds[d] else whole
 
-        loads = program.of_kind("load")
-        return any(2 * prod(map(least, op.labels)) > self.target.shared_bytes for op in loads)
+        most = self.target.shared_bytes // LEAST_BYTES
+        return any(prod(map(least, op.labels)) > most for op in program.of_kind("load"))
 
     def _sizes(self, form: BlockForm, found: Structure) -> list[Way]:
         reason = form.refuses(found.programs[0])

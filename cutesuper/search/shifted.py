@@ -37,7 +37,7 @@ def shifted(graph: KernelGraph) -> KernelGraph | None:
         args = [values[j] for j in n.inputs]
         if i in dims:
             args = [new.sub(args[0], new.max(args[0], dims[i]))]
-        values.append(new.apply(n.operator, *args, **dict(n.attributes)))
+        values.append(new.copy_node(graph, i, args))
     for i in graph.outputs:
         new.mark_output(values[i], graph.nodes[i].dtype)
     return new

@@ -53,9 +53,7 @@ class _Moving:
         return g.apart([range(len(g.outputs))])
 
     def _again(self, i: int) -> Tensor:
-        n = self.graph.nodes[i]
-        args = (self.values[j] for j in n.inputs)
-        return self.new.apply(n.operator, *args, **dict(n.attributes))
+        return self.new.copy_node(self.graph, i, [self.values[j] for j in self.graph.nodes[i].inputs])
 
     def _linear(self, i: int) -> Tensor | None:
         """A sum or a mean of a value that is linear in a product; None for any other node."""

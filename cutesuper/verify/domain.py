@@ -191,13 +191,14 @@ class FieldDomain(FieldAlgebra):
     def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> FieldValue:
         """Literal numbers; NaN is a residue like any other, the same one everywhere."""
         above = bool((numbers > 0).all())
-        zeros = np.zeros(numbers.shape, np.uint64)
-        value = FieldValue(names, zeros, positive=above, flat=not above)
+        p, q = (np.zeros(numbers.shape, np.uint64) for _ in range(2))
         for number in np.unique(numbers):
             nan = np.isnan(number)
             one = self.opaque("nan", self.constant(0.0)) if nan else self.constant(float(number))
-            value.p[np.isnan(numbers) if nan else numbers == number] = one.p
-        return value
+            where = np.isnan(numbers) if nan else numbers == number
+            assert one.q is not None  # numbers have both
+            p[where], q[where] = one.p, one.q
+        return FieldValue(names, p, q, positive=above, flat=not above)
 
     def larger(self, x: FieldValue, y: FieldValue) -> FieldValue:
         """`max` of two values of the same dimensions."""
@@ -248,13 +249,13 @@ class FieldDomain(FieldAlgebra):
         def spread(r: Residues, dims: tuple[str, ...], to: tuple[int, ...]) -> Residues:
             squeezed = align(r, dims, (*beside, *names_of(to)))
             full = np.broadcast_to(squeezed, (*more, *(n for n in to if n != 1)))
-            return full.reshape(*more, *to)
+            return full.reshape((*more, *to))
 
         def put(r: Residues, s: Residues) -> Residues:
             made = spread(r, x.dims, whole).copy()
             at = (slice(None),) * (len(beside) + dim)
             made[(*at, places)] = spread(s, rows.dims, shape)
-            return made.reshape(*more, *(n for n in whole if n != 1))
+            return made.reshape((*more, *(n for n in whole if n != 1)))
 
         q = None if x.q is None or rows.q is None else put(x.q, rows.q)
         known = x.masked or rows.masked, x.positive and rows.positive, x.flat or rows.flat

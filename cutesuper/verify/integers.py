@@ -25,6 +25,9 @@ _TURNS = (0, 1, 1, 0, 1, 0)
 _BY_RANK = (Counts.PAGES, Counts.ROWS, Counts.LABELS, Counts.LIMITS)
 #: largest distance of a tried length past the last column
 _BEYOND = 2
+#: from this trial on, lengths, limits and labels lie at most `_NEAR` beside a column that moves on
+#: each time: a label shows what a length hides only where it is at least as large
+NEAR_TRIALS, _NEAR = 6, 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +44,10 @@ class Integers:
     data: NDArray[np.int64]
 
 
-def reads_integers(graph: KernelGraph) -> bool:
-    """True if some operator reads integers."""
-    return any(lookup(n.operator).integers for n in graph.nodes)
+def integers_read(graph: KernelGraph) -> set[Counts]:
+    """The meanings of all integers that operators read."""
+    read = (lookup(n.operator) for n in graph.nodes)
+    return {op.counts for op in read if op.counts is not None}
 
 
 def without_q(a: Any, x: Any) -> Any:
@@ -70,6 +74,8 @@ def draw_integers(
     integer that is no label, is ignored, or is the last class. Rows take turns, out of step with
     sequences: the last row of a whole sequence has a column in trial 2 or 4.
 
+    In trials from `NEAR_TRIALS` on all lengths, limits and labels are near one place.
+
     Args:
         graph: the kernel graph at small (or real) extents.
         index: the input.
@@ -82,6 +88,9 @@ def draw_integers(
         found = _shuffled(rng, np.arange(top + 1), count)
     elif kind == Counts.ROWS:
         found = _shuffled(rng, np.arange(top + 1), count) - (top + 1) * (np.arange(count) % 2)
+    elif seed[1] >= NEAR_TRIALS:
+        columns = top + 1 if kind == Counts.LABELS else max(1, top)
+        found = _near(rng, seed[1] % columns, top, count)
     elif kind == Counts.LABELS:
         found = _labels(rng, top, np.array(outside), count, seed[1])
     else:
@@ -139,6 +148,10 @@ def _labels(
     inside, place = _shuffled(rng, np.arange(top + 1), count), np.arange(count)
     edges = outside[(trial * -(-count // 2) + place // 2) % len(outside)]
     return np.where((place + _TURNS[trial % len(_TURNS)]) % 2 == 1, edges, inside)
+
+
+def _near(rng: np.random.Generator, place: int, top: int, count: int) -> NDArray[np.int64]:
+    return rng.integers(max(0, place - _NEAR), min(top, place + _NEAR) + 1, count)
 
 
 def _shuffled(rng: np.random.Generator, values: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 # importing these modules enters their operators into `TABLE`
-from cutesuper.ir.operators import composite, index, layout, pointwise, reduce, select
+from cutesuper.ir.operators import composed, composite, index, layout, pointwise, reduce, select
 from cutesuper.ir.operators.base import TABLE, Operator, lookup
 
 __all__ = [
     "TABLE",
     "Operator",
+    "composed",
     "composite",
     "index",
     "layout",

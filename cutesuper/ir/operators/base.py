@@ -2,7 +2,8 @@
 
 A new operator is one class: here, in `pointwise` (of one number), `select` (comparisons and
 choices), `reduce` (sums, maxima, products of matrices), `layout` (transpose, concatenation, mask),
-`index` (lengths, pages, indices of rows, labels) or `composite`, modules of this package. Facets:
+`index` (lengths, pages, indices of rows, labels), `composed` or `composite` (made of others),
+modules of this package. Facets:
 
 * ``shape``      the shape rule (and the errors a user sees),
 * ``reference``  the result of PyTorch, in the element type of its arguments,

@@ -288,8 +288,13 @@ class NamedOperators:
             "scaled_dot_product_attention", *operands, is_causal=is_causal, scale=scale
         )
 
-    def transpose(self, a: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+    def transpose(self, a: Tensor, dims: Sequence[int] | None = None, *more: int) -> Tensor:
         """Permute dimensions; without ``dims`` the last two change places."""
+        if more:
+            raise OperatorError(
+                f"transpose(x, {dims}, {', '.join(map(str, more))}): give the new order of all "
+                "dimensions, as transpose(x, (0, 2, 1)); without one the last two change places"
+            )
         return self.apply("transpose", a, dims=dims)
 
     def rms_norm(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, isfinite
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import OperatorError, ShapeError
@@ -18,112 +18,10 @@ from cutesuper.ir.operators.base import (
     torch_module,
 )
 from cutesuper.ir.operators.index import LabelWeight, LengthMask, Pick
-from cutesuper.ir.operators.pointwise import Clamp
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
     from cutesuper.ir.graph import KernelGraph, Tensor
-
-
-class _OfOne(Operator):
-    """A function of one number that is made of others, with a slope of its own: where pieces meet,
-    that of the pieces is not PyTorch's."""
-
-    arity = 1
-    composite = True
-
-    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
-        return shapes[0]
-
-    def flops(self, shapes: list[Shape], result: Shape) -> float:
-        return float(size(result))
-
-
-@operator
-class Root(_OfOne):
-    """sqrt(x) of sums of squares, whose slope at 0 is 0, as PyTorch has it for norms and standard
-    deviations: without it, gradients of a row of zeros are 0 inf."""
-
-    name = "root"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].sqrt()
-
-    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        return g.sqrt(args[0])
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> list[Tensor]:
-        """dx = dy / (2 y) where y is not 0: the root of the smallest float32 is 3.7e-23."""
-        return [g.keep(g.at_least(y, 1e-30), g.mul(g.div(dy, y), 0.5))]
-
-
-@operator
-class Log1pExp(_OfOne):
-    """log(1 + e^x), PyTorch's softplus; large x overflow nowhere."""
-
-    name = "log1p_exp"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].relu() + (-args[0].abs()).exp().log1p()
-
-    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        """max(x, 0) + log(1 + e^-|x|)."""
-        [x] = args
-        size = g.add(g.relu(x), g.relu(g.mul(x, -1.0)))
-        return g.add(g.relu(x), g.log1p(g.exp(g.mul(size, -1.0))))
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> list[Tensor]:
-        """dx = dy sigmoid(x), which is 1/2 at 0, where relu and |x| have a slope of 0."""
-        return [g.mul(dy, g.sigmoid(args[0]))]
-
-
-@operator
-class LeakyRelu(_OfOne):
-    """x above 0, ``negative_slope`` times x below, whose slope counts at 0, as in PyTorch."""
-
-    name = "leaky_relu"
-    attributes: ClassVar[Attributes] = {"negative_slope": 0.01}
-
-    def check_attributes(self, given: Attributes) -> Attributes:
-        full = super().check_attributes(given)
-        slope = full["negative_slope"]
-        if not isinstance(slope, int | float) or isinstance(slope, bool) or not isfinite(slope):
-            raise OperatorError(f"leaky_relu(negative_slope={slope!r}): must be a finite number")
-        return {"negative_slope": float(slope)}
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return torch_module().nn.functional.leaky_relu(args[0], **attributes)
-
-    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        [x] = args
-        return g.sub(g.relu(x), g.mul(g.relu(g.mul(x, -1.0)), attributes["negative_slope"]))
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> list[Tensor]:
-        slope = attributes["negative_slope"]
-        return [g.mul(dy, g.add(g.mul(g.step(args[0]), 1.0 - slope), slope))]
-
-
-@operator
-class Hardtanh(Clamp):
-    """x limited to [min, max], as `Clamp`; the slope at both ends is 0, as PyTorch's."""
-
-    name = "hardtanh"
-    composite = True
-
-    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        return g.clamp(args[0], attributes["min"], attributes["max"])
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor]:
-        above, below = g.sub(args[0], attributes["min"]), g.sub(attributes["max"], args[0])
-        return (g.keep(g.mul(g.step(above), g.step(below)), dy),)
 
 
 @operator

@@ -170,8 +170,8 @@ FUNCTIONS = (
     function("gelu", "x Phi(x) with the error function, as PyTorch's default.", _gelu_slope,
         of_tensor=lambda torch, x: torch.nn.functional.gelu(x).where(x != torch.inf, x),
         of_element=lambda m, x: 0.5 * x * (1.0 + m.erf(x * 0.7071067811865476)), keeps_zero=True),
-    # dy where the result is positive: the result may be kept in place of the operand
-    function("relu", "max(x, 0).", lambda g, x, y, dy: g.keep(g.step(y), dy),
+    # dy where the result is not 0, so for NaN: the result may be kept in place of the operand
+    function("relu", "max(x, 0).", lambda g, x, y, dy: g.keep(g.sub(1.0, g.at_least(0.0, y)), dy),
         of_element=lambda m, x: m.maximum(x, 0.0), keeps_zero=True, flat=True, at_hidden=0.0),
     function("sigmoid", "1 / (1 + e^-x).", lambda g, x, y, dy: g.mul(dy, g.mul(y, g.sub(1.0, y))),
         at_hidden=0.0, above_zero=True),

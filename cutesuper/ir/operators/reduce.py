@@ -31,6 +31,14 @@ class Reduction(Operator):
     attributes: ClassVar[Attributes] = {"dim": ...}
     method: ClassVar[str]
 
+    def check_attributes(self, given: Attributes) -> Attributes:
+        """Fill in defaults; refuse PyTorch's ``keepdim`` too."""
+        if "keepdim" in given:
+            raise OperatorError(
+                f"{self.name}(keepdim=...): the dimension stays, with extent 1; leave keepdim out"
+            )
+        return super().check_attributes(given)
+
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         dim = normal_dim(self.name, shapes[0], attributes["dim"])
         attributes["dim"] = dim
@@ -84,9 +92,19 @@ class Max(Reduction):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        """Elements that share the maximum share its cotangent evenly, as PyTorch's ``amax``."""
-        largest = g.at_least(args[0], y)
+        """Elements that share the maximum share its cotangent evenly, as PyTorch's ``amax``; a
+        maximum of maxima has the share of all its elements."""
+        largest = self._shares(g, args[0], y)
         return (g.mul(largest, g.div(dy, g.sum(largest, attributes["dim"]))),)
+
+    def _shares(self, g: Derivation, x: Tensor, y: Tensor) -> Tensor:
+        """The number of elements equal to a maximum y that each element of its operand stands for:
+        0 or 1, but where the operand is a maximum along another dimension."""
+        largest = g.at_least(x, y)
+        if x.node.facets is not self:
+            return largest
+        own = self._shares(g, g.tensor(x.node.inputs[0]), x)
+        return g.mul(largest, g.sum(own, x.node.attributes["dim"]))
 
 
 @operator

@@ -65,10 +65,12 @@ class Maximum(_OfTwo):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """dy to the larger operand; half to each where they are equal, as in PyTorch."""
+        """dy to each operand that is not smaller; half where they are equal, as in PyTorch."""
         left, right = (g.at_least(*pair) for pair in (args, args[::-1]))
-        one = g.mul(g.add(g.sub(left, right), 1.0), 0.5)
-        return g.mul(dy, one), g.mul(dy, g.sub(1.0, one))
+        equal = g.mul(left, right)
+        share = g.mul(dy, g.sub(1.0, g.mul(equal, 0.5)))
+        not_smaller = (g.add(g.sub(1.0, other), equal) for other in (right, left))
+        return tuple(g.keep(c, share) for c in not_smaller)  # type: ignore[return-value]
 
     def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         """Mask of the results that are -inf: those where both operands are."""
