@@ -22,6 +22,9 @@ from cutlass.cutlass_dsl import CuTeDSL
 
 from cutesuper.device.barriers import Barriers
 
+#: first named barrier behind those that products need on any architecture
+FREE_BARRIER = 10
+
 
 class Product(ABC):
     """A product of two operands with fp32 accumulators, as one shape of the instruction, of which a
@@ -144,6 +147,15 @@ class Products(ABC):
     @abstractmethod
     def clear(self, accumulator: Any) -> None:
         """Set accumulators to zero."""
+
+    def zeroed(self, product: Product, columns: int, rows: int, blocks: int) -> list[list[Any]]:
+        """Accumulators of zeros with ``columns`` as their N extent, ``blocks`` in each of the
+        ``rows``."""
+        found = [[product.accumulator(columns) for _ in range(blocks)] for _ in range(rows)]
+        for row in found:
+            for accumulator in row:
+                self.clear(accumulator)
+        return found
 
     @abstractmethod
     def registers(self, accumulator: Any) -> cute.Tensor:

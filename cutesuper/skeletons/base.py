@@ -326,7 +326,7 @@ class Limit:
 
 
 def exceeded_accumulators(plan: Plan[Any], held: int, waits: bool, target: Target) -> Limit | None:
-    """The limit of tensor memory, which is given to blocks in powers of two.
+    """The limit of the room for accumulators (`Target.refuses_accumulators`).
 
     Blocks that need more than is left wait for each other, which blocks that wait for others of
     their cluster must not: two clusters would wait for each other on two multiprocessors.
@@ -337,17 +337,9 @@ def exceeded_accumulators(plan: Plan[Any], held: int, waits: bool, target: Targe
         waits: True if its blocks wait for each other.
         target: the GPU.
     """
-    room = target.accumulators
-    if room is None:
-        return None
     blocks = target.sm_shared_bytes // (plan.shared_bytes + target.reserved_bytes) if waits else 1
-    if max(1, blocks) << (held - 1).bit_length() <= room:
-        return None
-    return Limit(
-        "accumulators exceed the tensor memory",
-        f"{held} numbers of products in a block, and {max(1, blocks)} block(s) that share the room "
-        f"of {target.name} for {room}, in powers of two; use a smaller tile",
-    )
+    refused = target.refuses_accumulators(held, max(1, blocks))
+    return Limit(*refused) if refused else None
 
 
 class Skeleton(ABC):

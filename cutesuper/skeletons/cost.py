@@ -161,7 +161,7 @@ def resize(
             dim = structure.dims[a.dim]
             blocks = None if isinstance(dim, Symbol) else ceil_div(dim, tile[a.dim])
             axes.append(Axis(a.dim, a.kind, blocks))
-    return BlockProgram(structure.dims, tuple(axes), tile, structure.ops)
+    return structure.at(tuple(axes), tile)
 
 
 def cheapest(sizes: Iterable[Sized], keep: int) -> list[Sized]:

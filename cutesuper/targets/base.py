@@ -191,6 +191,7 @@ class Target:
         settings: folder of the measured settings, below ``schedules``; see `targets.settings`.
         accumulators: most fp32 accumulators of a block where they have a memory of their own; None
             where they are registers.
+        hands_out: True if blocks that run may take the work of those that have not started.
     """
 
     name: str
@@ -213,11 +214,31 @@ class Target:
     settings: str
     accumulators: int | None = None
     doubled: float = 1.0
+    hands_out: bool = False
 
     @property
     def sm_shared_bytes(self) -> int:
         """Shared memory of one multiprocessor, including the driver's part."""
         return self.shared_bytes + self.reserved_bytes
+
+    def refuses_accumulators(self, held: int, blocks: int) -> tuple[str, str] | None:
+        """A name and a reason if accumulators do not fit into the memory that they have of their
+        own, which is given to blocks in powers of two; None if they do, or are registers.
+
+        Args:
+            held: numbers of 32 bits that products of a block read and write there.
+            blocks: of a multiprocessor that have room at a time.
+        """
+        room = self.accumulators
+        if room is None or blocks << (held - 1).bit_length() <= room:
+            return None
+        return (
+            "accumulators exceed the tensor memory",
+            (
+                f"{held} numbers of products in a block, and {blocks} block(s) that share the room "
+                f"of {self.name} for {room}, in powers of two; use a smaller tile"
+            ),
+        )
 
     def refuses_products(self) -> str | None:
         """Reason why matrix products cannot be lowered for this GPU; None if they can."""

@@ -28,6 +28,7 @@ B200 = replace(
     # 512 columns of tensor memory for instructions of 64 rows
     accumulators=512 * 64,
     doubled=2.0,
+    hands_out=True,
 )
 
 #: B300: the same in dense 16-bit products and in bandwidth, with more memory

@@ -101,7 +101,7 @@ class Mask:
         return self.lengths is not None and not self.rises
 
     def along(self, labels: Iterable[str]) -> list[str]:
-        """Those of some labels along which its lengths differ."""
+        """The labels along which its lengths differ, of some."""
         return [] if self.lengths is None else [d for d in labels if d in self.lengths.labels]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -50,6 +50,13 @@ class Extents:
         """The extent of a label, read off an argument where it is symbolic."""
         dim = self.program.dims[label]
         return self._read(dim, tensors) if isinstance(dim, Symbol) else dim
+
+    def count(self, labels: Iterable[str], tensors: list[cute.Tensor]) -> Any:
+        """Number of elements along some labels: the product of their extents."""
+        count: Any = 1
+        for label in labels:
+            count = count * self.of(label, tensors)
+        return count
 
     def _read(self, symbol: Symbol, tensors: list[cute.Tensor]) -> Any:
         for argument, tensor in zip(self.arguments, tensors, strict=True):
@@ -115,8 +122,11 @@ def described(extent: Any) -> Any:
     return Int32(1) if isinstance(extent, int) and extent == 1 else extent
 
 
-def parts_of(arguments: tuple[Argument, ...], given: Sequence[cute.Tensor]) -> list[cute.Tensor]:
-    """The tensors that a kernel works on, parts of those that it is given."""
+def handed_over(
+    arguments: tuple[Argument, ...], given: Sequence[Any]
+) -> tuple[list[cute.Tensor], list[cute.Tensor], Any]:
+    """Tensors, scratch and stream of a launch, which gets them in this order. The tensors are parts
+    of those that are given, where the arguments say so."""
 
     def part(argument: Argument, whole: cute.Tensor) -> cute.Tensor:
         if argument.part is None:
@@ -127,7 +137,9 @@ def parts_of(arguments: tuple[Argument, ...], given: Sequence[cute.Tensor]) -> l
         layout = cute.make_layout(tuple(own), stride=whole.stride)
         return cute.make_tensor(whole.iterator + first, layout)
 
-    return [part(*pair) for pair in zip(arguments, given, strict=True)]
+    *whole, stream = given
+    tensors = [part(*pair) for pair in zip(arguments, whole, strict=False)]
+    return tensors, whole[len(arguments) :], stream
 
 
 def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:

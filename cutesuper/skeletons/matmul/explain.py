@@ -98,9 +98,10 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
             f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
         )
     if s.persistent:
+        taken = ", each taking the next one that none has" if s.hand_out else ""
         lines.append(
             f"clusters walk over groups of {plan.group} tiles along {plan.row}, step by step along "
-            f"{plan.column}"
+            f"{plan.column}{taken}"
         )
     return lines
 

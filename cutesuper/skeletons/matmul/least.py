@@ -51,7 +51,7 @@ def _functions_us(kinds: frozenset[str], target: Target) -> float:
 
 
 class _Size(NamedTuple):
-    """What kernels with these tiles take, at least, in microseconds.
+    """The least times of kernels with these tiles, in microseconds.
 
     ``again``: bytes that memory reads once more; ``loop``: causes that overlap with the memory,
     ``tensor`` with all of them; ``ends``: what overlaps with nothing.

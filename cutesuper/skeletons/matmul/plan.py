@@ -10,9 +10,10 @@ instruction, so that a batch of 1 to 8 rows wastes only its padding to 8.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import gcd, prod
+from typing import Any, TypeVar
 
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
@@ -180,6 +181,13 @@ class VectorProduct:
 
 #: contents of a tile of vectors: expressions over staged vectors, or None for ones
 VectorRows = tuple[ThreadExpression | None, ...]
+T = TypeVar("T")
+
+
+class structural(cached_property[T]):
+    """A cached property of a plan that follows from its structure: operations, labels, extents of
+    dimensions and tensors. `MatmulPlan.resized` keeps it. A search plans a structure at hundreds of
+    extents, and half of that time went into finding such properties again."""
 
 
 @dataclass(frozen=True)
@@ -267,12 +275,16 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     def scheduled(self, schedule: MatmulSchedule) -> MatmulPlan:
         """This plan with another schedule; cached properties depend on none, and stay."""
-        plan = object.__new__(MatmulPlan)
         beside = tuple(p.scheduled(schedule) for p in self.beside)
-        vars(plan).update(vars(self), schedule=schedule, beside=beside)
-        return plan
+        return _made(vars(self), schedule=schedule, beside=beside)
 
-    @cached_property
+    def resized(self, program: BlockProgram) -> MatmulPlan:
+        """This plan of the same structure at other extents; structural properties stay."""
+        stays = {name: value for name, value in vars(self).items() if name in _STAYS}
+        beside = tuple(p.resized(program) for p in self.beside)
+        return _made(stays, program=program, beside=beside)
+
+    @structural
     def turned(self) -> bool:
         """True if the rows lie side by side in memory, X stored (K, M), and not one behind the
         other."""
@@ -294,32 +306,32 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """Tiles along its own columns."""
         return ceil_div(extent(self.program.dims[self.column]), self.tile[1])
 
-    @property
+    @structural
     def dtype(self) -> str:
         """Element type of the operands."""
         return self.arguments[next(iter(self.rows.values())).argument].dtype
 
-    @cached_property
+    @structural
     def element_bytes(self) -> int:
         """Bytes of an element of the operands."""
         return as_dtype(self.dtype).itemsize
 
-    @property
+    @structural
     def halves(self) -> int:
         """The same in 16 bits."""
         return self.element_bytes // 2
 
-    @property
+    @structural
     def chunk(self) -> int:
         """Elements of an operand in a shared-memory row of 128 bytes."""
         return CHUNK // self.halves
 
-    @property
+    @structural
     def step(self) -> int:
         """Elements of an instruction's step along the contracted label."""
         return STEP // self.halves
 
-    @property
+    @structural
     def split(self) -> bool:
         """True if products take fp32 operands as two TF32 numbers each, to keep their precision."""
         exact = any(
@@ -327,17 +339,17 @@ class MatmulPlan(Plan[MatmulSchedule]):
         )
         return self.element_bytes == 4 and exact
 
-    @property
+    @structural
     def rounds(self) -> bool:
         """True if bulk loads round fp32 operands to TF32."""
         return self.element_bytes == 4 and not self.split
 
-    @cached_property
+    @structural
     def column_major(self) -> bool:
         """True if the column operands are contiguous along the columns: weights stored (K, N)."""
         return any(v.stride(self.column) == 1 for v in self.columns.values())
 
-    @property
+    @structural
     def gathers(self) -> bool:
         """True if consumers bring the column operands to registers: TF32 products take nothing from
         shared memory that is not contiguous along the contracted label, and no fp32 numbers."""
@@ -428,13 +440,13 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """Blocks of a cluster, whichever label they share."""
         return self.cluster * self.column_cluster
 
-    @cached_property
+    @structural
     def finals(self) -> dict[int, int]:
         """Operations that complete accumulators of ``[row, column]``, with these accumulators."""
         ops = dict.fromkeys([f for _, f in self.products] + [t.final for t in self.tails])
         return {op: i for i, op in enumerate(ops)}
 
-    @cached_property
+    @structural
     def hidden(self) -> dict[int, View]:
         """Column operands of the loop's products along hidden labels, by operation."""
         ops = self.program.ops
@@ -456,13 +468,13 @@ class MatmulPlan(Plan[MatmulSchedule]):
             return None
         return view if view.stride(tail.hidden) == 1 and view.stride(self.row) % 8 == 0 else None
 
-    @cached_property
+    @structural
     def copied(self) -> dict[int, View]:
         """The staged operands that threads copy, by operation: see `skeletons.matmul.copies`."""
         after = {t.load: t.view for t in self.tails}
         return unaligned(self.rows | self.columns | self.hidden | after, self.chunk // 8)
 
-    @property
+    @structural
     def narrow(self) -> bool:
         """True if boxes of hidden labels may be narrow: only what bulk loads write lies behind."""
         return bool(self.columns) and self.copied.keys() <= self.rows.keys()
@@ -482,7 +494,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         staged = self.copied_tiles.values()
         return max(1, depth(staged) * turns(staged, warps))
 
-    @property
+    @structural
     def hidden_blocks(self) -> int:
         """Number of 64-column blocks of all products along hidden labels."""
         return sum(t.blocks * len(t.products) for t in self.tails)
@@ -500,7 +512,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def added(self) -> int:
-        """Those of them that ordinary instructions add up, of split operands."""
+        """Accumulators that ordinary instructions add up: those of split operands."""
         m, n, _ = self.tile
         return m * n * len(self.finals) * self.split
 
@@ -514,7 +526,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def thread_accumulators(self) -> int:
-        """Those that each thread of the consumers holds, with what it adds up."""
+        """Accumulators of each thread of the consumers, with the sums that it adds up."""
         return (self.multiplied + self.added) // (128 * self.schedule.warpgroups)
 
     @cached_property
@@ -532,17 +544,17 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """Number of 64-column blocks of one product's tile."""
         return self.tile[1] // COLUMN_BLOCK
 
-    @property
+    @structural
     def has_helpers(self) -> bool:
         """True if helper warps read the row operand."""
         return bool(self.statistics) or self.rewrites
 
-    @property
+    @structural
     def rewrites(self) -> bool:
         """True if helper warps write the operand that the tensor cores read."""
         return self.rewrites_rows or bool(self.vector_rows)
 
-    @property
+    @structural
     def rewrites_rows(self) -> bool:
         """True if that operand is the rows."""
         return self.prologue is not None or self.split
@@ -551,7 +563,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """A row-side load's view of its tensor."""
         return self.rows[operation] if operation in self.rows else self.vectors[operation]
 
-    @cached_property
+    @structural
     def vector_columns(self) -> tuple[int, ...]:
         """The column operands by which vectors are multiplied."""
         return tuple(dict.fromkeys(p.column for p in self.vector_products))
@@ -641,7 +653,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def tail_bytes(self) -> int:
         """Bytes of the operands of the products after the loop."""
         m, n, _ = self.tile
-        return sum(2 * (m + n) * t.padded for t in self.tails)
+        return self.element_bytes * sum((m + n) * t.padded for t in self.tails)
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -664,7 +676,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         m, n, _ = self.tile
         return 4 * n * (m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns))
 
-    @cached_property
+    @structural
     def many_rows(self) -> bool:
         """True if the products take as long as the weights."""
         return extent(self.program.dims[self.row]) > FEW_ROWS
@@ -682,10 +694,15 @@ class MatmulPlan(Plan[MatmulSchedule]):
         slots = 4 * schedule.warpgroups + self.column_cluster
         return 4 * self.tile[0] * slots * len(self.reductions)
 
-    @cached_property
+    @property
     def pieced(self) -> tuple[int, ...]:
         """Loads of the epilogue, such as residuals, that bulk loads bring in the same pieces as
         the output leaves in, to the same buffers."""
+        return self.pieces if self.can_bulk_store else ()
+
+    @structural
+    def pieces(self) -> tuple[int, ...]:
+        """The same if tiles are large enough for bulk stores."""
         found = tuple(
             op for op, v in self.loads.items()
             if {self.row, self.column} <= set(v.labels) and v.stride(self.column) == 1
@@ -693,12 +710,13 @@ class MatmulPlan(Plan[MatmulSchedule]):
         )  # fmt: skip
         few = len(self.outputs) == 1 and len(found) <= MAX_PIECED
         alone = not self.program.alternatives
-        return found if few and alone and self.many_rows and self.can_bulk_store else ()
+        return found if few and alone and self.many_rows else ()
 
     def store_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes of the pieces on their way to memory."""
-        buffers = schedule.pieces * max(1, len(self.pieced))
-        return 2 * STORE_ROWS * STORE_COLUMNS * buffers * schedule.warpgroups * schedule.bulk_store
+        buffers = schedule.pieces * max(1, len(self.pieced)) * schedule.warpgroups
+        piece = self.element_bytes * STORE_ROWS * STORE_COLUMNS
+        return piece * buffers * schedule.bulk_store
 
     def fixed_bytes(self, schedule: MatmulSchedule) -> int:
         """Shared memory of a block beside the ring, in bytes, with room for barriers, statistics
@@ -734,7 +752,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         beside = self.tails or self.reductions or self.vector_rows or self.shift is not None
         return self.cluster_size * self.parts == 1 and not beside
 
-    @property
+    @structural
     def store_piece(self) -> int:
         """Elements in which rows of all outputs with columns can be stored: 1, 2, 4 or 8 of 16
         bits; 0 if columns are no neighbours in memory or elements are wider."""
@@ -750,16 +768,35 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """True if all outputs can be written with bulk stores."""
         # a static extent of 1 would vanish from the tensor map
         rows = self.tile[0] >= STORE_ROWS and self.program.dims[self.row] != 1
-        pieces = all(p.store_piece == PIECE for p in self.sections)
-        named = any(isinstance(o.view, Indexed) for p in self.sections for o in p.outputs)
-        narrow = self.element_bytes == 2  # pieces have the operands' type
-        return self.stands_alone and rows and pieces and narrow and not named
+        return self.stands_alone and rows and all(p.stores_pieces for p in self.sections)
+
+    @structural
+    def stores_pieces(self) -> bool:
+        """True if rows of all outputs can be stored in pieces of the operands' type."""
+        named = any(isinstance(o.view, Indexed) for o in self.outputs)
+        return self.store_piece == PIECE and self.element_bytes == 2 and not named
+
+
+#: the attributes of a plan that do not depend on its extents
+_STAYS = frozenset(f.name for f in fields(MatmulPlan)) | {
+    name for name, value in vars(MatmulPlan).items() if isinstance(value, structural)
+}
+
+
+def _made(kept: dict[str, Any], **changed: Any) -> MatmulPlan:
+    """A plan with these attributes, whose fields and kept properties need no check."""
+    plan = object.__new__(MatmulPlan)
+    vars(plan).update(kept, **changed)
+    return plan
 
 
 def tile_grid(plan: MatmulPlan, rows: int, batch: int) -> tuple[int, int, int]:
     """The launch grid for ``rows`` row tiles of each slice of the batch."""
-    if plan.schedule.persistent:
-        return plan.schedule.persistent, 1, 1
+    s = plan.schedule
+    if s.hand_out:
+        return sum(plan.section_tiles) * rows * batch, 1, 1
+    if s.persistent:
+        return s.persistent, 1, 1
     return sum(plan.section_tiles) * plan.cluster, rows, batch * plan.parts
 
 
@@ -866,6 +903,12 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
         )
     if mistake := next(_bad_knobs(plan), None):
         return Limit("tiles that blocks cannot share, walk over or store", mistake)
+    if s.hand_out and not target.hands_out:
+        return Limit(
+            "tiles that blocks cannot share, walk over or store",
+            f"hand_out={s.hand_out}: {target.name} ({target.arch}) does not hand out blocks that "
+            "have not started; use hand_out=False",
+        )
     if odd := [b for b in plan.shared_blocks if b % s.warpgroups]:
         return Limit(
             "columns that warpgroups cannot share out",
@@ -918,6 +961,8 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
             f"persistent={s.persistent}: blocks with helper warps that walk need more iterations "
             f"than stages, not {plan.iterations} and {s.stages}"
         )
+    if s.hand_out and not s.persistent:
+        yield f"hand_out={s.hand_out} needs blocks that walk; use persistent={plan.tiles}"
     if s.pieces < 2:
         yield f"pieces={s.pieces}; one leaves while the next one is computed, so use 2 at least"
     if s.helpers not in (2, 4):

@@ -41,6 +41,10 @@ class MatmulSchedule(Schedule):
         persistent: blocks that are launched and walk over the tiles; 0 launches a block for each
             tile. At 2048x4096x4096 109.0 us, 118.6 with a block for each tile: loads of the next
             tile hide the epilogue.
+        hand_out: blocks that walk take the next tile that no other has, and not every n-th: those
+            that wait for memory, or share a multiprocessor with another kernel, take fewer. Where
+            the GPU hands tiles out (`Target.hands_out`); not measured, so nothing chooses it
+            but `tune`.
         helpers: warps that reduce row statistics or compute the row operand. With 2, the producer
             is in their warpgroup, and 384 threads instead of 512 keep 168 registers each.
         pieces: of each warpgroup in shared memory, on their way to it or to memory: one that comes
@@ -67,6 +71,7 @@ class MatmulSchedule(Schedule):
     stream_columns: bool = True
     share_rows: int = 1
     persistent: int = 0
+    hand_out: bool = False
     helpers: int = 4
     bulk_store: bool = False
     pieces: int = 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import repeat
 from math import prod
 
@@ -91,9 +90,7 @@ class _Plans:
 
     def _recognised(self, program: BlockProgram) -> MatmulPlan:
         if self.known is not None:
-            resized = replace(self.known.program, axes=program.axes, tile=program.tile)
-            beside = tuple(replace(p, program=resized) for p in self.known.beside)
-            return replace(self.known, program=resized, beside=beside)
+            return self.known.resized(self.known.program.at(program.axes, program.tile))
         step = KernelStep("of this structure", program)
         arguments = arguments_of(step, self.setting.tensors)
         plan, sure = plan_of(step, arguments, MatmulSchedule(stages=1))

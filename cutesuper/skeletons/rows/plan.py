@@ -135,8 +135,10 @@ class RowPlan(Plan[RowSchedule]):
     @cached_property
     def sections(self) -> tuple[RowPlan, ...]:
         """The plan of each alternative of the grid, for its own rows (`BlockProgram.alternatives`):
-        a block has rows of one of them. The plan itself if there are none."""
-        apart = [d for d in self.program.alternatives if d in self.rows]
+        a block has rows of one of them; those of the column have it along them, others a value
+        each. The plan itself if it stores values of one alternative, or if there are none."""
+        stored = {d for i in self.stores for d in self.program.ops[i].dims}
+        apart = [d for d in self.program.alternatives if d in stored]
         return tuple(self._section(d, {*apart} - {d}) for d in apart[len(apart) == 1 :]) or (self,)
 
     def _section(self, own: str, others: set[str]) -> RowPlan:

@@ -15,13 +15,13 @@ from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import EVICT_FIRST
 from cutesuper.device.pipeline import Ring
-from cutesuper.device.products import Products, products
+from cutesuper.device.products import FREE_BARRIER, Products, products
 from cutesuper.skeletons.attention.plan import AttentionPlan
 from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, batch_labels, described, labelled
 
 #: named barriers: one per warpgroup, one for warpgroups that share rows, and one for taking turns;
-#: behind those of `device.blackwell.products`, one for values that have been cleared
-GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER, CLEARED_BARRIER = 1, 3, 5, 10
+#: behind those of products, one for values that have been cleared
+GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER, CLEARED_BARRIER = 1, 3, 5, FREE_BARRIER
 
 
 @dataclass(frozen=True)

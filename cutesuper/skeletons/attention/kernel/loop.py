@@ -27,7 +27,7 @@ from cutesuper.skeletons.attention.kernel.keys import KeyValues
 from cutesuper.skeletons.attention.kernel.producer import Producer
 from cutesuper.skeletons.attention.kernel.rows import Rows
 from cutesuper.skeletons.attention.plan import AttentionPlan
-from cutesuper.skeletons.kernel.arguments import parts_of
+from cutesuper.skeletons.kernel.arguments import handed_over
 
 
 class AttentionKernel:
@@ -48,13 +48,9 @@ class AttentionKernel:
     def __call__(self, *args):
         """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         plan = self.plan
-        count = len(plan.arguments)
-        tensors = parts_of(plan.arguments, args[:count])
-        scratch, stream = list(args[count:-1]), args[-1]
+        tensors, scratch, stream = handed_over(plan.arguments, args)
         atoms = self.producer.atoms(tensors)
-        batch = 1
-        for label in plan.batch:
-            batch = batch * self.k.extents.of(label, tensors)
+        batch = self.k.extents.count(plan.batch, tensors)
         self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, scratch).launch(
             # one grid dimension: the others end at 65535
             grid=(plan.parts * self.rows.tiles(tensors) * batch, 1, 1),

@@ -25,7 +25,7 @@ from cutesuper.skeletons.attention.kernel.sums_consumer import SumsConsumer, Sum
 from cutesuper.skeletons.attention.kernel.sums_place import Places
 from cutesuper.skeletons.attention.kernel.sums_producer import SumsMemory, SumsProducer
 from cutesuper.skeletons.attention.sums.plan import SumsPlan
-from cutesuper.skeletons.kernel.arguments import parts_of
+from cutesuper.skeletons.kernel.arguments import handed_over
 
 
 class SumsKernel:
@@ -41,7 +41,7 @@ class SumsKernel:
     @cute.jit
     def __call__(self, *args):
         """Launch; the arguments are the plan's tensors in order, then the stream."""
-        tensors, stream = parts_of(self.plan.arguments, args[:-1]), args[-1]
+        tensors, _, stream = handed_over(self.plan.arguments, args)
         atoms = self.producer.atoms(tensors)
         self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors).launch(
             grid=(self.places.blocks(tensors), 1, 1),

@@ -73,7 +73,7 @@ def _store_line(plan: SumsPlan, s: StoredScores) -> str:
 
 
 def _operand(plan: SumsPlan, operand: int) -> str:
-    """What is made of scores as a function of these and vectors."""
+    """An operand of a sum, as a function of scores and vectors."""
     texts = _given_names(plan)
     for i in plan.between:
         op = plan.program.ops[i]

@@ -177,14 +177,14 @@ class _Finder:
             if op.facets.masks:
                 _check_mask(form, op)
         for i, mapping in self.program.outputs:
-            last = labels_of(mapping)[-1]
+            last = next(reversed(labels_of(mapping)), None)
             if last not in form.whole if i in after else not self._is_tiled(form, i, last):
                 raise _refusal(
                     "an output that is neither a sum over the loop, stored along its rows, nor a "
                     "function of scores, stored along the loop"
                 )
 
-    def _is_tiled(self, form: SumsForm, i: int, last: str) -> bool:
+    def _is_tiled(self, form: SumsForm, i: int, last: str | None) -> bool:
         """True for an output with a number for each score, which is stored tile by tile."""
         made = any(self._reaches(j, i) or i == j for j in self.scores)
         return made and form.visits is None and last == form.loop

@@ -39,14 +39,15 @@ class Consumer:
     def run(self, here, outs):
         """Walk over the tiles; ``outs`` are the copies of `TileStore.partition`, by section."""
         k, at = self.k, here.memory.ring.first()
-        # blocks of columns that are multiplied together share columns of tensor memory
+        # blocks of columns that are multiplied together share an accumulator
         registers = k.plan.multiplied // (128 * k.warpgroups * k.together)
         cores = k.cores.open(here.memory.cores, k.warpgroups, registers, k.dependent)
         if cutlass.const_expr(self.walk.persistent):
-            first, end = self.walk.run(here.tensors)
-            for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
-                tile = self.walk.tile(step, here.tensors)
-                at = self.consume(cores, here.at(tile), outs, at)
+
+            def visit(step, at):
+                return self.consume(cores, here.at(self.walk.tile(step, here.tensors)), outs, at)
+
+            self.walk.each(here, visit, at)
         else:
             self.consume(cores, here, outs, at)
         cores.close(k.warpgroups)
@@ -69,13 +70,7 @@ class Consumer:
         along_hidden = [g.product(cores, k.dtype, rows, k.plan.turned) for g in inner]
         behind = [g.product(cores, k.dtype, rows) for g in self.after]
         b = product.second(memory.rows[0])
-        accumulators = [
-            [product.accumulator(k.m) for _ in range(self.per_group // k.together)]
-            for _ in range(k.results)
-        ]
-        for row in accumulators:
-            for acc in row:
-                cores.clear(acc)
+        accumulators = cores.zeroed(product, k.m, k.results, self.per_group // k.together)
         hidden = self.tails.accumulators(cores, along_hidden)
         vectors = self.epilogue.vectors.consumer(cores, lead, memory, self.per_group)
         for instruction in (product, *along_hidden):

@@ -221,6 +221,7 @@ class Memory:
         after_full: bytes of the operands after the loop.
         words: that threads have asked for, of operands that they copy; None without any.
         cores: what the tensor cores need.
+        handout: answers about the next tiles; None if tiles are not handed out.
     """
 
     hidden: Any
@@ -245,6 +246,7 @@ class Memory:
     columns_reduced: Any
     words: Any
     cores: Any
+    handout: Any
 
 
 @dataclass(frozen=True)

@@ -299,8 +299,10 @@ class Epilogue:
 
     def row(self, view: View, m: Any, here: Here) -> tuple[Any, Any]:
         """Offset of a row of an output, and true if there is such a row."""
+        label = self.k.plan.row
+        own = m * view.stride(label)  # 0 where the index names the places of rows
         if not isinstance(view, Indexed):
-            return m * view.stride(self.k.plan.row), True
-        base = self.k.batch_offset(view.index, here.tile.batch)
-        at = base + m * view.index.stride(self.k.plan.row)
-        return named_row(view, one(here.tensors[view.index.argument].iterator + at)[0])
+            return own, True
+        at = self.k.batch_offset(view.index, here.tile.batch) + m * view.index.stride(label)
+        place, known = named_row(view, one(here.tensors[view.index.argument].iterator + at)[0])
+        return own + place, known

@@ -19,7 +19,7 @@ from cutesuper.device.cluster import announce, rank_in_cluster, wait_for_cluster
 from cutesuper.device.launch import give_registers, start_successor, take_registers
 from cutesuper.device.memory import ask_for_descriptors, operand
 from cutesuper.device.pipeline import Ring
-from cutesuper.skeletons.kernel.arguments import parts_of
+from cutesuper.skeletons.kernel.arguments import handed_over
 from cutesuper.skeletons.matmul.kernel.consumer import Consumer
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory, Tile
 from cutesuper.skeletons.matmul.kernel.copies import Copies
@@ -75,17 +75,13 @@ class MatmulKernel:
     def __call__(self, *args):
         """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         k, plan = self.k, self.plan
-        count = len(plan.arguments)
-        tensors = parts_of(plan.arguments, args[:count])
-        scratch, stream = list(args[count:-1]), args[-1]
+        tensors, scratch, stream = handed_over(plan.arguments, args)
         rows = k.ring_layout()
         atoms = self.producer.atoms(tensors)
         for epilogue in self.epilogues:
             atoms = atoms + epilogue.tile_store.atoms(tensors)
         row_tiles = cute.ceil_div(k.extents.of(plan.row, tensors), k.m)
-        batch = 1
-        for label in plan.batch:
-            batch = batch * k.extents.of(label, tensors)
+        batch = k.extents.count(plan.batch, tensors)
         self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, rows, scratch).launch(
             grid=tile_grid(plan, row_tiles, batch),
             block=(plan.threads, 1, 1),
@@ -110,27 +106,16 @@ class MatmulKernel:
     ):
         k = self.k
         tidx, _, _ = cute.arch.thread_idx()
-        bx, by, bz = cute.arch.block_idx()
+        block = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
-        rank = Int32(0)
-        if cutlass.const_expr(k.cluster > 1):
-            rank = rank_in_cluster()
-        if cutlass.const_expr(self.plan.parts > 1):
-            rank, bz = bz % self.plan.parts, bz // self.plan.parts
-        section, column = self.walk.section(bx // k.cluster)
-        batch = k.batch_index(bz, tensors)
-        tile = Tile(by, column, rank, batch, k.iterations(tensors), section=section)
+        tile = self.first_tile(block, tensors)
         memory = self.allocate(row_layout)
         if warp == 0:
             ask_for_descriptors(atoms)
         count = len(atoms) - sum(e.tile_store.count for e in self.epilogues)
         loads = self.producer.partition(atoms[:count], coords[:count], memory)
-        outs = []
-        for epilogue in self.epilogues:
-            end = count + epilogue.tile_store.count
-            outs.append(epilogue.tile_store.partition(atoms[count:end], coords[count:end], memory))
-            count = end
+        outs = self.outputs(atoms[count:], coords[count:], memory)
 
         pieces = self.row_side.shift.fragments()
         if cutlass.const_expr(len(pieces) > 0 and not k.dependent):
@@ -167,7 +152,7 @@ class MatmulKernel:
                 if cutlass.const_expr(self.sharing.active):
                     wait_for_cluster()
                 if warp == k.producer:
-                    self.producer.run(loads, memory, tensors, tile)
+                    self.producer.run(loads, Here(memory, tensors, tidx, warp, lane, tile))
                 elif cutlass.const_expr(self.plan.copiers > 0):
                     if warp <= k.producer + self.plan.copiers:
                         thread = tidx - 32 * (k.producer + 1)
@@ -180,6 +165,28 @@ class MatmulKernel:
                 thread = tidx - 32 * k.consumers
                 self.row_side.run(Here(memory, tensors, thread, warp, lane, tile), pieces)
         self.sharing.leave()
+
+    def first_tile(self, block: tuple[Any, Any, Any], tensors: list[cute.Tensor]) -> Tile:
+        """The tile of a block, or the first one of a block that walks over several."""
+        k = self.k
+        bx, by, bz = block
+        rank = rank_in_cluster() if k.cluster > 1 else Int32(0)
+        if self.plan.parts > 1:
+            rank, bz = bz % self.plan.parts, bz // self.plan.parts
+        section, column = self.walk.section(bx // k.cluster)
+        batch = k.batch_index(bz, tensors)
+        return Tile(by, column, rank, batch, k.iterations(tensors), section=section)
+
+    def outputs(
+        self, atoms: list[cute.CopyAtom], coords: list[cute.Tensor], memory: Memory
+    ) -> list[Any]:
+        """The pieces that each epilogue stores, by its own descriptors."""
+        found, start = [], 0
+        for epilogue in self.epilogues:
+            end = start + epilogue.tile_store.count
+            found.append(epilogue.tile_store.partition(atoms[start:end], coords[start:end], memory))
+            start = end
+        return found
 
     def allocate(self, row_layout: Any) -> Memory:
         """Allocate shared memory: operand rings, exchange buffers, barriers."""
@@ -224,6 +231,7 @@ class MatmulKernel:
             pieces, pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums,
             block_sums, Barriers.allocate(alloc, count) if count else None,
             self.copies.allocate(alloc), k.cores.allocate(alloc, k.warpgroups),
+            self.walk.allocate(alloc),
         )  # fmt: skip
 
     @cute.jit
@@ -241,4 +249,6 @@ class MatmulKernel:
         ]
         ring = memory.ring
         arrays = [array for array, needed in used if needed]
-        initialise([ring.full, ring.empty, *arrays, *self.k.cores.barriers(memory.cores)])
+        rings = [ring, memory.handout.ring] if self.walk.hands_out else [ring]
+        both = [b for r in rings for b in (r.full, r.empty)]
+        initialise([*both, *arrays, *self.k.cores.barriers(memory.cores)])

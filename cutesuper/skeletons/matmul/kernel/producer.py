@@ -156,8 +156,9 @@ class Producer:
             self.load_stage(loads, memory, tile, i, i, True)
 
     @cute.jit
-    def run(self, loads, memory, tensors, tile):
+    def run(self, loads, here):
         """Load all tiles of this block."""
+        memory, tile = here.memory, here.tile
         if cutlass.const_expr(self.head_starts):
             self.load_own(loads, memory, tile)
         else:
@@ -165,9 +166,11 @@ class Producer:
             if cutlass.const_expr(self.k.dependent):
                 wait_for_predecessor()
             if cutlass.const_expr(self.walk.persistent):
-                first, end = self.walk.run(tensors)
-                for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
-                    at = self.load_tile(loads, memory, self.walk.tile(step, tensors), at, 0)
+
+                def visit(step, at):
+                    return self.load_tile(loads, memory, self.walk.tile(step, here.tensors), at, 0)
+
+                self.walk.each(here, visit, at, True)
             else:
                 self.load_tile(loads, memory, tile, at, 0)
 

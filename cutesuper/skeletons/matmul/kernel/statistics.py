@@ -42,13 +42,22 @@ class RowSide:
         if cutlass.const_expr(self.sharing.active):
             wait_for_cluster()
         if cutlass.const_expr(self.walk.persistent):
-            first, end = self.walk.run(here.tensors)
-            for step in cutlass.range(first, end, self.walk.clusters, unroll=1):
-                fresh = self.walk.fresh(step, first, here.tensors)
-                at = self.read_tile(here, at, turn, fresh, shifts)
-                turn = turn ^ 1 if fresh else turn
+
+            def visit(step, state):
+                return self.visit(here, step, state, shifts)
+
+            self.walk.each(here, visit, (at, turn))
         else:
             self.read_tile(here, at, turn, True, shifts)
+
+    @cute.jit
+    def visit(self, here, step, state, shifts):
+        """Read the tile of a step; ``state`` is the slot of the ring, and the turn of the sums."""
+        at, turn = state
+        fresh = self.walk.fresh(step, here.tensors)
+        at = self.read_tile(here, at, turn, fresh, shifts)
+        turn = turn ^ 1 if fresh else turn
+        return at, turn
 
     @cute.jit
     def read_tile(self, here, at, turn, fresh, shifts):

@@ -108,17 +108,10 @@ class Tails:
 
     def accumulators(self, cores: Products, products: list[Product]) -> list[list[list[Any]]]:
         """Zeroed accumulators by product after the loop, product of the loop, and block."""
-        found = []
-        for tail, product in zip(self.multiplied, products, strict=True):
-            count = tail.blocks // self.k.warpgroups
-            fragments = [
-                [product.accumulator(self.k.m) for _ in range(count)] for _ in tail.products
-            ]
-            for row in fragments:
-                for zeros in row:
-                    cores.clear(zeros)
-            found.append(fragments)
-        return found
+        return [
+            cores.zeroed(product, self.k.m, len(tail.products), tail.blocks // self.k.warpgroups)
+            for tail, product in zip(self.multiplied, products, strict=True)
+        ]
 
     def multiply_stage(
         self,

@@ -280,9 +280,7 @@ class Finish:
 
     def mean(self, values: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]) -> Any:
         """A sum divided by the extents of some labels."""
-        count: Any = 1
-        for d in labels:
-            count = count * self.k.extents.of(d, tensors)
+        count = self.k.extents.count(labels, tensors)
         if isinstance(count, int) and count & (count - 1) == 0:
             return values * (1.0 / count)
         return values / Float32(count)  # rounded once; there are few of them

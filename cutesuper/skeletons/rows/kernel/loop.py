@@ -22,7 +22,7 @@ from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.pipeline import Ring
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.relations import reachable
-from cutesuper.skeletons.kernel.arguments import parts_of, unravel
+from cutesuper.skeletons.kernel.arguments import handed_over, unravel
 from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place
 from cutesuper.skeletons.rows.kernel.exchange import Exchange
@@ -51,9 +51,7 @@ class RowLoopKernel:
     def __call__(self, *args):
         """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         plan = self.plan
-        count = len(plan.arguments)
-        tensors = parts_of(plan.arguments, args[:count])
-        scratch, stream = list(args[count:-1]), args[-1]
+        tensors, scratch, stream = handed_over(plan.arguments, args)
         blocks = self.walkers(tensors) * plan.parts
         for d in plan.outer:
             blocks = blocks * self.k.extents.of(d, tensors)

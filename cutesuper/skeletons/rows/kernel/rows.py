@@ -32,7 +32,7 @@ from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import Operator, lookup
 from cutesuper.skeletons.base import Indexed, View
-from cutesuper.skeletons.kernel.arguments import Extents, dtype_of, named_row, parts_of
+from cutesuper.skeletons.kernel.arguments import Extents, dtype_of, handed_over, named_row
 from cutesuper.skeletons.rows.kernel.scans import Lane, Scan
 from cutesuper.skeletons.rows.plan import RowPlan, words_of
 
@@ -65,7 +65,7 @@ class RowKernel:
     @cute.jit
     def __call__(self, *args):
         """Launch; the arguments are the plan's tensors in order, then the stream."""
-        tensors, stream = parts_of(self.plan.arguments, args[:-1]), args[-1]
+        tensors, _, stream = handed_over(self.plan.arguments, args)
         rows = sum(s.row_blocks(tensors) for s in self.sections)
         # given, so that the driver is not asked how much shared memory the blocks of an SM take
         resident = self.plan.resident
@@ -81,10 +81,7 @@ class RowKernel:
 
     def row_count(self, tensors: list[cute.Tensor]) -> Any:
         """Number of rows: the product of all labels but the contiguous one."""
-        count = 1
-        for label in self.plan.rows:
-            count = count * self.extents.of(label, tensors)
-        return count
+        return self.extents.count(self.plan.rows, tensors)
 
     def row_blocks(self, tensors: list[cute.Tensor]) -> Any:
         """Number of blocks along the rows."""

@@ -32,10 +32,7 @@ class Stages:
 
     def row_count(self, tensors: list[cute.Tensor]) -> Any:
         """Number of rows of one element of the outer labels."""
-        count: Any = 1
-        for d in self.plan.rows:
-            count = count * self.k.extents.of(d, tensors)
-        return count
+        return self.k.extents.count(self.plan.rows, tensors)
 
     def count(self, tensors: list[cute.Tensor]) -> Any:
         """Number of tiles of one element of the outer labels."""
