@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--shape", default="16x4096x6144", help="M x K x N (default %(default)s)")
     demo.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     demo.add_argument("--weight", action="store_true", help="RMSNorm with a weight")
-    _add_budget(demo)
+    crosscompile.add_budget(demo)
     explain = commands.add_parser("explain", help="optimize a saved kernel graph and explain it")
     explain.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
     _add_options(explain)
@@ -94,26 +94,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `cutesuper.superoptimize`."""
     parser.add_argument("--target", default=None, help="h200, h100, b200 or b300")
     parser.add_argument("--dependent-launch", action="store_true")
-    _add_budget(parser)
-
-
-def _add_budget(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--budget-s", type=_seconds, metavar="SECONDS",
-                        help="for the search, which otherwise has no limit")  # fmt: skip
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError("must be positive, a number of seconds")
-    return value
+    crosscompile.add_budget(parser)
 
 
 def _words(commands: Mapping[str, argparse.ArgumentParser]) -> dict[str, list[str]]:
-    """What may follow each command: its options, and the values of its first argument."""
+    """The words that may follow each command: its options, and the values of its first argument."""
     return {
         name: [
             word

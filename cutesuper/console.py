@@ -52,7 +52,7 @@ def _findings() -> Iterator[Finding]:
 
 
 def _asked(what: str, ask: Callable[[], object], state: str) -> Finding:
-    """What a function finds, or the error that says what to do."""
+    """The result of a function, or the error that says what to do."""
     try:
         return Finding(what, str(ask()))
     except CutesuperError as error:
@@ -124,8 +124,16 @@ def _bytes(entry: CacheEntry) -> int:
 
 def _list(store: KernelCache) -> int:
     for entry in sorted(store.entries(), key=lambda e: e.digest):
-        print(f"{entry.digest[:16]}  {_bytes(entry):>9} bytes  {entry.meta.get('function', '')}")
+        arch, tensors = entry.meta["arch"], _tensors(entry)
+        print(f"{entry.digest[:16]}  {arch:<7}  {_bytes(entry):>9} bytes  {tensors}")
     return 0
+
+
+def _tensors(entry: CacheEntry) -> str:
+    """The tensors that a kernel takes: ``16x256 float16, 16x256 float16``."""
+    given = entry.meta["arguments"]["arguments"]
+    found = [a for a in given if a["kind"] == "tensor"]
+    return ", ".join(f"{'x'.join(map(str, a['shape']))} {a['dtype']}" for a in found)
 
 
 def _size(store: KernelCache) -> int:

@@ -36,7 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of arguments without one, default float16")
     parser.add_argument("--target", help="GPUs: h100,b200; default this machine's")
     parser.add_argument("--dependent-launch", action="store_true")
+    add_budget(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if missing")
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--budget-s`` of a command that searches."""
+    parser.add_argument("--budget-s", type=_seconds, metavar="SECONDS",
+                        help="for the search, which otherwise has no limit")  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError("must be positive, a number of seconds")
+    return value
 
 
 def compile_program(args: argparse.Namespace, read: Callable[[Path], KernelGraph]) -> int:
@@ -62,7 +79,7 @@ def compile_program(args: argparse.Namespace, read: Callable[[Path], KernelGraph
 
 
 def _write(folder: Path, kernel: Kernel) -> None:
-    """What is worth reading of a program: its report, PTX and cubins."""
+    """Write the report, the PTX and the cubins of a program into a folder."""
     folder.mkdir(exist_ok=True)
     (folder / "report.txt").write_text(f"{kernel.explain()}\n", encoding="utf-8")
     for n, step in enumerate(kernel.kernels):
@@ -76,7 +93,9 @@ def _programs(
     """The programs for a target by the names of their files."""
     from cutesuper.api import superoptimize
 
-    options: dict[str, Any] = {"target": target, "dependent_launch": args.dependent_launch}
+    options: dict[str, Any] = {
+        "target": target, "dependent_launch": args.dependent_launch, "budget_s": args.budget_s,
+    }  # fmt: skip
     where, _, name = args.program.rpartition(":")
     if not where:
         if args.shapes or args.dtype:
@@ -127,8 +146,11 @@ def _examples(args: argparse.Namespace) -> tuple[Any, ...]:
     """Tensors of the shapes, to trace with. Raises OptionError."""
     import torch
 
+    if not args.shapes:
+        raise OptionError(f"compile {args.program}: give the shapes of its arguments, as "
+                          "--shapes 16x4096,4096x6144")  # fmt: skip
     found: list[torch.Tensor] = []
-    for text in args.shapes.split(",") if args.shapes else ():
+    for text in args.shapes.split(","):
         shape, _, dtype = text.partition(":")
         kind = getattr(torch, dtype or args.dtype or "float16", None)
         extents = shape.split("x") if shape else []

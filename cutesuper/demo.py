@@ -41,9 +41,9 @@ def run_demo(
     start = time.perf_counter()
     kernel = _optimize(console, graph, budget_s)
     seconds = time.perf_counter() - start
-    for section in kernel.explain().split("\n\n== "):
+    for section in f"summary ==\n{kernel.explain()}".split("\n\n== "):
         title, _, text = section.partition(" ==\n")
-        console.print(Rule(title.strip("= \n"), align="left"))
+        console.print(Rule(title, align="left"))
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(Rule("run", align="left"))
     console.print(f"from the definition to a compiled kernel: {seconds:.2f} s")

@@ -32,7 +32,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, lookup
 from cutesuper.ir.unseen import followed
 from cutesuper.progress import progress_bar
-from cutesuper.report import kernel_notes, variant_report
+from cutesuper.report import cut_text, kernel_notes, variant_report
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
@@ -442,7 +442,7 @@ def compiled(
     candidate = choice.candidate
     return Variant(
         candidate.mugraph, steps, report, candidate.kernels, choice.verification,
-        lambda: [kernel_notes(step) for step in steps],
+        lambda: [kernel_notes(step) for step in steps], cut_text(options, result),
     )  # fmt: skip
 
 

@@ -29,8 +29,14 @@ def progress_bar(console: Console | None = None) -> Iterator[Callable[[Progress]
     with _bar(console) as bar:
         task = bar.add_task("searching", total=None)
 
+        begun = count()
+
         def show(p: Progress) -> None:
-            bar.update(task, description=describe(p), completed=p.done, total=p.total or None)
+            first = (
+                next(begun) == 0
+            )  # shown at once: a short search is over before the next refresh
+            done, total = p.done, p.total or None
+            bar.update(task, description=describe(p), completed=done, total=total, refresh=first)
 
         try:
             yield show

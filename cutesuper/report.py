@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import ceil
 from typing import TYPE_CHECKING
 
+from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.graph_text import kernel_graph_text
 from cutesuper.ir.text import mugraph_text
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from cutesuper.runtime.kernel import CompiledStep
     from cutesuper.search.search import Candidate, SearchResult
     from cutesuper.store import Entry
+    from cutesuper.verify.equivalence import Verification
 
 #: number of alternatives in a report
 ALTERNATIVES = 5
@@ -90,13 +92,20 @@ def summary_text(
                   f"{_rate(moved / 1e3, us, target.bandwidth / 1e9)} GB/s",
         "products": f"{flops / 1e9:.3f} GFLOP{_rate(flops / 1e6, us, target.tensor_flops / 1e12)} "
                     "TFLOP/s" if flops else "none",
-        "equal": _certainty(choice),
+        "equal": certainty_text(choice.verification),
         "search": _search_line(options, result, choice),
         "left out": f"{result.statistics.pruned.total()} programs; "
                     f"{len(choice.refused)} better one(s) could not be run",
     }  # fmt: skip
-    head = f"optimized for {target.name} ({target.arch})"
+    sizes = ", ".join(f"{name} = {hint}" for name, hint in _hints(graph).items())
+    head = f"optimized for {target.name} ({target.arch})" + (f", for {sizes}" if sizes else "")
     return "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows.items())])
+
+
+def _hints(graph: KernelGraph) -> dict[str, int]:
+    """The numbers that symbolic extents are optimized for, by name."""
+    extents = (d for i in graph.inputs for d in graph.nodes[i].shape)
+    return {d.name: d.hint for d in extents if isinstance(d, Symbol)}
 
 
 def _rate(amount: float, us: float, most: float) -> str:
@@ -104,10 +113,12 @@ def _rate(amount: float, us: float, most: float) -> str:
     return f", {amount / us:,.0f} of {most:,.0f}" if us else f", at most {most:,.0f}"
 
 
-def _certainty(choice: Choice) -> str:
-    v = choice.verification
-    bound = "" if v.bound_log2 is None else f", wrong with less than 2^{ceil(v.bound_log2)}"
-    return f"verified in {v.trials} trials over finite fields{bound}"
+def certainty_text(v: Verification) -> str:
+    """How sure it is that a program is the same function, on a line."""
+    bound = "no bound of the error"
+    if v.bound_log2 is not None:
+        bound = f"wrong with less than 2^{ceil(v.bound_log2)}"
+    return f"verified in {v.trials} trials over finite fields, {bound}"
 
 
 def _search_line(options: Options, result: SearchResult, choice: Choice) -> str:
@@ -115,11 +126,14 @@ def _search_line(options: Options, result: SearchResult, choice: Choice) -> str:
         return "none, a tuned program"
     s = result.statistics
     found = f"{s.seconds:.2f} s, {s.programs} programs, {s.verified} verified"
-    return found if s.complete else f"{found}; {cut_text(options, result)}"
+    cut = cut_text(options, result)
+    return f"{found}; {cut}" if cut else found
 
 
 def cut_text(options: Options, result: SearchResult) -> str:
-    """The reason why a search that is not complete ended."""
+    """The reason why a search ended before it was complete; empty if it was."""
+    if result.statistics.complete:
+        return ""
     if result.statistics.interrupted:
         return "cut short by Ctrl-C: there may be a faster program"
     if options.budget_s is None:
@@ -156,8 +170,7 @@ def search_text(options: Options, result: SearchResult) -> str:
             f"{s.seconds:.2f} s, peak {s.peak_mb:.0f} MB"
         ),
     ]
-    if not s.complete:
-        lines.append(cut_text(options, result))
+    lines += filter(None, [cut_text(options, result)])
     lines += [f"left out: {count} x {reason}" for reason, count in s.pruned.most_common() if count]
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,14 @@ class Step:
         kernel: by index.
         places: of its arguments.
         shapes: in which it sees them; the program's tensors may have others of the same size.
+        starts: by argument, the element of its tensor that it begins at, where that is not the
+            first one.
     """
 
     kernel: int
     places: Sequence[int]
     shapes: Sequence[Sequence[Extent]]
+    starts: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,10 @@ class _Writer:
 
     def bytes(self, place: int) -> str:
         """The bytes of a tensor as an expression."""
-        size = (ALL | INTEGERS)[self.tensors[place]["dtype"]].itemsize
-        return f"{self.elements(place)} * {size}"
+        return f"{self.elements(place)} * {self._itemsize(place)}"
+
+    def _itemsize(self, place: int) -> int:
+        return (ALL | INTEGERS)[self.tensors[place]["dtype"]].itemsize
 
     # ------------------------------------------------------------------------------------- source
 
@@ -211,7 +216,7 @@ class _Writer:
             yield f"if ((uintptr_t)t[{place}] % {ALIGNMENT}) return {_ALIGNMENT - place};"
 
     def _places(self) -> Iterator[str]:
-        """What lies where in the workspace; memory that has to be zero comes first."""
+        """C code for the places in the workspace; memory that has to be zero comes first."""
         own = range(self.given, len(self.tensors))
         zeroed = [p for p in own if self.tensors[p].get("zeroed")]
         for place in zeroed:
@@ -242,14 +247,17 @@ class _Writer:
         if written:
             lines.append(f"    if (!({' || '.join(written)})) return 0;")
         for i, argument in enumerate(arguments):
-            lines += self._packed(i, step.places[i], step.shapes[i], argument)
+            start = step.starts.get(i, 0) * self._itemsize(step.places[i])
+            lines += self._packed(i, (step.places[i], start), step.shapes[i], argument)
         lines += [f"    return cutesuper_launch({step.kernel}, all, {len(arguments) + 1});", "}"]
         return "\n".join(lines) + "\n"
 
     def _packed(
-        self, i: int, place: int, seen: Sequence[Extent], argument: Mapping[str, Any]
+        self, i: int, at: tuple[int, int], seen: Sequence[Extent], argument: Mapping[str, Any]
     ) -> Iterator[str]:
-        """The statements that write one argument: pointer, open extents, open strides."""
+        """The statements that write one argument: pointer, open extents, open strides; ``at`` is
+        the place of its tensor, and the byte of it that it begins at."""
+        place, begin = at
         if place >= self.given + len(self.wiring.between):
             shape = [self.product(seen)]  # scratch memory has one dimension
         else:
@@ -258,7 +266,7 @@ class _Writer:
         numbers = zip((*shape, *strides), (*argument["shape"], *argument["stride"]), strict=True)
         opened = [e for e, known in numbers if isinstance(known, str)]
         (start, _), *fields = argument["layout"]["fields"]
-        yield f"    put_pointer(a{i} + {start}, t[{place}]);"
+        yield f"    put_pointer(a{i} + {start}, t[{place}]{f' + {begin}' if begin else ''});"
         for (offset, kind), value in zip(fields, opened, strict=True):
             yield f"    put_{kind}(a{i} + {offset}, {value});"
 

@@ -235,8 +235,10 @@ class Signature:
                 f"{len(want)} {show_shape(want)}"
             )
         if tuple(t.shape) != shape:
-            bound = "".join(f"; {k} is {v} in an earlier input" for k, v in extents.items())
-            raise ShapeError(f"{what} has shape {list(t.shape)}, must be {show_shape(want)}{bound}")
+            more = "".join(f"; {k} is {v} in an earlier input" for k, v in extents.items())
+            if i == 0 and tuple(t.shape[1:]) == shape[1:]:
+                more = "; with cutesuper.symbol('M') in its place the graph takes any number"
+            raise ShapeError(f"{what} has shape {list(t.shape)}, must be {show_shape(want)}{more}")
         if t.numel() == 0:
             raise ShapeError(f"{what} is empty ({list(t.shape)}); there is nothing to compute")
         if self._open[i]:

@@ -45,7 +45,6 @@ from cutesuper.runtime.workers import run_in_workers
 Flavour = Literal["tvm_ffi", "plain"]
 Build = Callable[[], tuple[Any, tuple[Any, ...]]]
 
-DEFAULT_ARCH = "sm_90a"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ARCH = re.compile(r"sm_\d{2,3}[af]?")
 
@@ -281,17 +280,6 @@ def compile_many(
     if errors and not keep_errors:
         raise errors[0]
     return results
-
-
-def native_arch() -> str:
-    """The architecture of torch's current CUDA device, ``sm_90a`` when there is no GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return DEFAULT_ARCH
-    major, minor = torch.cuda.get_device_capability()
-    # From sm_90 on, tensor cores and TMA need the architecture-specific variant.
-    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 def _collect(request: CompileRequest, cache: KernelCache) -> Artifact | CompileError:

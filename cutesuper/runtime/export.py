@@ -244,7 +244,8 @@ def export_library(
             # A new file under the old name: a process that has the old one loaded keeps it.
             replace_file(target, sealed(built.read_bytes(), seal.encode()))
         except OSError as error:
-            raise CompileError(f"exporting {name}: cannot write {target}: {error}") from error
+            why = error.strerror or error
+            raise CompileError(f"exporting {name}: cannot write {target}: {why}") from error
 
 
 def _metadata_text(name: str, parts: Sequence[Part], entries: Sequence[CacheEntry]) -> str:

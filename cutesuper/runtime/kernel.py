@@ -80,6 +80,7 @@ class Variant:
         costs: predicted, one for each kernel; empty if no cost model was used.
         verification: that the program computes the graph; None if that was not checked.
         notes: the plan and the figures of every kernel in words.
+        cut: why the search ended before it was complete; empty if it was.
     """
 
     mugraph: MuGraph
@@ -88,6 +89,7 @@ class Variant:
     costs: tuple[Cost, ...] = ()
     verification: Verification | None = None
     notes: Callable[[], Sequence[str]] = tuple[str, ...]
+    cut: str = ""
 
     @cached_property
     def report(self) -> str:

@@ -100,7 +100,10 @@ class Case:
         if device is None or device.type not in ("cpu", "cuda"):
             return "its tensors are not on one GPU, or on the CPU"
         if take == "faster" and self.clock is None:
-            return "nothing was timed: the tensors are on the CPU, and kernels run on a GPU"
+            return (
+                "nothing was timed: the tensors are on the CPU, and kernels run on a GPU; "
+                "options={'take': 'modelled', 'target': 'h200'} asks the cost model"
+            )
         return None
 
     @cached_property

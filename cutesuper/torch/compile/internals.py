@@ -109,7 +109,8 @@ _POOLING = ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
 
 def decompositions(known: Callable[[object], bool]) -> Any:
     """Decompositions of all operators but the known ones: those of ``torch.export``, and Inductor's
-    for operators that it leaves whole."""
+    for operators that it leaves whole. Random operators stay whole, to draw what they draw in
+    PyTorch."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = torch.export.default_decompositions()
@@ -117,9 +118,15 @@ def decompositions(known: Callable[[object], bool]) -> Any:
         own = str(op).startswith(_POOLING)
         if isinstance(op, torch._ops.OpOverload) and op not in table and not own:
             table[op] = how
-    for op in [op for op in table if known(op)]:
+    for op in [op for op in table if known(op) or _draws(op)]:
         table.pop(op)
     return table
+
+
+def _draws(op: Any) -> bool:
+    """True for an operator that draws random numbers itself, not one made of others (an LSTM)."""
+    made = op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return torch.Tag.nondeterministic_seeded in op.tags and not made
 
 
 def needs_data(error: Exception) -> bool:
@@ -129,6 +136,13 @@ def needs_data(error: Exception) -> bool:
 
     kinds = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
     return isinstance(error, kinds)
+
+
+def decides_by_data(error: Exception) -> bool:
+    """True for the error of a Python condition on the value of a tensor."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, GuardOnDataDependentSymNode)
 
 
 def random_as_in_eager() -> AbstractContextManager[Any]:

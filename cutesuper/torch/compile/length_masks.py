@@ -135,8 +135,8 @@ def _between_products(scores: fx.Node, masked: fx.Node) -> bool:
 
 
 def lengths_of(node: fx.Node) -> Lengths | None:
-    """What the mask of a node is made of; None if it has none, or one that is added to scores and
-    made of something else than positions."""
+    """The lengths, limits or tensors that the mask of a node is made of; None if it has no mask, or
+    one that is added to scores and made of anything but positions."""
     mask = mask_read(node)
     if mask is None:
         return None

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import inf, isfinite, isnan, log, pi, sqrt
+from math import inf, isfinite, isnan, log
 from typing import Any
 
 import torch
 from torch import fx
 
 from cutesuper.ir.graph import KernelGraph, Operand, Tensor
-from cutesuper.ir.operators.base import CONSTANT
+from cutesuper.ir.operators.base import CONSTANT, TABLE
+from cutesuper.ir.operators.composed import power
 from cutesuper.torch.compile.factored_dims import Mismatch, Part
 from cutesuper.torch.compile.graph_builder import (
     FLOATS,
@@ -269,35 +270,16 @@ def _pow(g: KernelGraph, x: Operand, exponent: Operand) -> Operand:
     size = abs(exponent)
     if size > _MOST_POWER or size * _ROOTS != int(size * _ROOTS):
         raise Mismatch(f"has the exponent {exponent}; write it with log and exp")
-    if exponent == -0.5:
-        return g.rsqrt(x)
-    factors = [*_whole_power(g, x, int(size)), *_roots(g, x, size - int(size))]
-    y = reduce(g.mul, factors) if factors else g.add(g.keep(0.0, x), 1.0)
-    return g.div(1.0, y) if exponent < 0 else y
-
-
-def _whole_power(g: KernelGraph, x: Tensor, n: int) -> list[Tensor]:
-    """Squares of squares of x, whose product is x^n."""
-    factors: list[Tensor] = []
-    while n:
-        if n % 2:
-            factors.append(x)
-        n //= 2
-        x = g.square(x) if n else x
-    return factors[::-1]
-
-
-def _roots(g: KernelGraph, x: Tensor, part: float) -> list[Tensor]:
-    """Roots of roots of x, whose product is x^part for a part of 0, 1/4, 1/2 or 3/4."""
-    if not part:
-        return []
-    root = g.sqrt(x)
-    return [root][: part >= 0.5] + [g.sqrt(root)][: part != 0.5]
+    # the parts of whole powers and of these have PyTorch's slopes
+    plain = exponent in (-1.0, -0.5, 0.5) or (exponent >= 0 and exponent == int(exponent))
+    return power(g, x, exponent) if plain else g.power(x, exponent)
 
 
 def _power_of_number(g: KernelGraph, x: Operand, exponent: Operand) -> Operand:
     if isinstance(x, Tensor) or not isinstance(exponent, Tensor) or x <= 0:
         raise Mismatch("has a tensor for an exponent; write it with log and exp")
+    if x == 1:
+        return g.add(g.keep(0.0, exponent), 1.0)
     return g.exp(g.mul(exponent, log(x)))
 
 
@@ -320,8 +302,8 @@ def _between(
 ) -> Operand:
     if not isinstance(min, Tensor) and not isinstance(max, Tensor):
         return _clamp(g, x, min, max)
-    x = x if min is None else _maximum(g, x, min)
-    return x if max is None else _minimum(g, x, max)
+    x = x if min is None else g.raised(x, min)
+    return x if max is None else g.mul(g.raised(_negative(g, x), _negative(g, max)), -1.0)
 
 
 def _maximum(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
@@ -340,16 +322,7 @@ def _negative(g: KernelGraph, x: Operand) -> Operand:
 
 
 def _gelu(g: KernelGraph, x: Tensor, approximate: str = "none") -> Operand:
-    """gelu(x); with "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), arXiv 1606.08415."""
-    if approximate == "none":
-        return g.gelu(x)
-    inner = g.mul(g.add(x, g.mul(g.mul(g.square(x), x), 0.044715)), sqrt(2 / pi))
-    return g.mul(g.mul(x, 0.5), g.add(g.tanh(inner), 1.0))
-
-
-def absolute(g: KernelGraph, x: Tensor) -> Tensor:
-    """The absolute value."""
-    return g.add(g.relu(x), g.relu(g.mul(x, -1.0)))
+    return g.gelu(x) if approximate == "none" else g.gelu_tanh(x)
 
 
 def _sign(g: KernelGraph, x: Tensor) -> Tensor:
@@ -357,42 +330,32 @@ def _sign(g: KernelGraph, x: Tensor) -> Tensor:
 
 
 def _trunc(g: KernelGraph, x: Tensor) -> Operand:
-    return g.mul(g.floor(absolute(g, x)), _sign(g, x))
+    return g.mul(g.floor(g.abs(x)), _sign(g, x))
+
+
+#: log(1 + e^x) is x in float32 from here on: e^-17 is less than half an ulp of 17
+_SAME = 17.0
 
 
 def _softplus(g: KernelGraph, x: Tensor, beta: float = 1, threshold: float = 20) -> Operand:
-    """log(1 + exp(b x)) over b. Above the threshold PyTorch returns x, which is this value
-    rounded."""
-    if beta == 1:
-        return g.log1p_exp(x)
-    return g.div(g.log1p_exp(g.mul(x, float(beta))), float(beta))
+    """log(1 + e^(b x)) / b, and x where b x is above the threshold."""
+    inner = x if beta == 1 else g.mul(x, float(beta))
+    y = g.log1p_exp(inner)
+    y = y if beta == 1 else g.div(y, float(beta))
+    if threshold >= _SAME:
+        return y
+    above = g.step(g.sub(inner, float(threshold)))
+    return g.add(g.keep(above, x), g.keep(g.sub(1.0, above), y))
 
 
 def _xlogy(g: KernelGraph, x: Operand, y: Operand) -> Operand:
-    """x log y, 0 where x is 0, even if y is 0 or infinite; NaN where y is."""
     if not isinstance(y, Tensor):
         raise Mismatch("takes a number where a tensor has to be")
-    zero = g.mul(_equal(g, x, 0.0), _is_number(g, y))
-    return g.keep(g.sub(1.0, zero), g.mul(x, g.log(y)))
-
-
-def _elu(
-    g: KernelGraph, x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1
-) -> Operand:
-    """x above 0, alpha (exp(x) - 1) below; each of the two parts is 0 on the other's side."""
-    below = g.mul(g.expm1(g.mul(g.clamp(x, -inf, 0.0), float(input_scale))), float(alpha))
-    return g.mul(g.add(g.relu(x), below), float(scale))
+    return g.xlogy(x, y)
 
 
 def _celu(g: KernelGraph, x: Tensor, alpha: float = 1.0) -> Operand:
-    return _elu(g, x, alpha, 1.0, 1.0 / alpha)
-
-
-def _sinc(g: KernelGraph, x: Tensor) -> Operand:
-    """sin(pi x) / (pi x), 1 at 0: divided by 1 there, so that its gradient is 0 and not NaN."""
-    angle = g.mul(x, pi)
-    zero = _equal(g, angle, 0.0)
-    return g.add(g.keep(g.sub(1.0, zero), g.div(g.sin(angle), g.add(angle, zero))), zero)
+    return g.elu(x, alpha, 1.0, 1.0 / alpha)
 
 
 def _hardsigmoid(g: KernelGraph, x: Tensor) -> Operand:
@@ -424,8 +387,9 @@ def _unary(formula: Formula, *options: str) -> Pointwise:
 
 
 def of_function(name: str) -> Pointwise:
-    """The entry of a function of the table of operators."""
-    return _unary(lambda g, x: g.apply(name, x))
+    """The entry of a function of the table of operators, whose attributes have PyTorch's names."""
+    formula = lambda g, x, **options: g.apply(name, x, **options)  # noqa: E731
+    return _unary(formula, *TABLE[name].attributes)
 
 
 def _binary(formula: Formula, *options: str) -> Pointwise:
@@ -509,23 +473,15 @@ enter_all({
     "aten.exp2.default": _unary(lambda g, x: g.exp(g.mul(x, log(2.0)))),
     "aten.log2.default": _unary(lambda g, x: g.mul(g.log(x), 1 / log(2.0))),
     "aten.log10.default": _unary(lambda g, x: g.mul(g.log(x), 1 / log(10.0))),
-    "aten.tan.default": _unary(lambda g, x: g.div(g.sin(x), g.cos(x))),
     "aten.ceil.default": _unary(lambda g, x: g.mul(g.floor(g.mul(x, -1.0)), -1.0)),
     "aten.trunc.default": _unary(_trunc),
-    "aten.abs.default": _unary(absolute),
     "aten.relu6.default": _unary(lambda g, x: g.hardtanh(x, 0.0, 6.0)),
     "aten.gelu.default": _unary(_gelu, "approximate"),
     "aten.softplus.default": _unary(_softplus, "beta", "threshold"),
     "aten.log_sigmoid.default": _unary(
         lambda g, x: g.mul(_softplus(g, g.mul(x, -1.0)), -1.0)),
-    "aten.mish.default": _unary(lambda g, x: g.mul(x, g.tanh(_softplus(g, x)))),
-    "aten.leaky_relu.default": _unary(
-        lambda g, x, negative_slope=0.01: g.leaky_relu(x, negative_slope), "negative_slope"),
-    "aten.elu.default": _unary(_elu, "alpha", "scale", "input_scale"),
     "aten.celu.default": _unary(_celu, "alpha"),
-    "aten.sinc.default": _unary(_sinc),
     "aten.hardsigmoid.default": _unary(_hardsigmoid),
-    "aten.hardswish.default": _unary(lambda g, x: g.mul(x, _hardsigmoid(g, x))),
     "aten.hardtanh.default": Pointwise(
         _X, lambda g, x, min_val=-1.0, max_val=1.0: g.hardtanh(x, min_val, max_val),
         ("min_val", "max_val")),

@@ -66,6 +66,14 @@ def _adaptive(dims: int, x: Tensor, output_size: Any) -> Any:
     return _average(dims, x, [n // o for n, o in zip(extents, out, strict=True)])
 
 
+def _largest_of_all(dims: int, x: Tensor, output_size: Any) -> Any:
+    """``adaptive_max_pool`` to one element and its place, as `_largest`; else NotImplemented."""
+    if any(n != 1 for n in _each(output_size, dims)):
+        return NotImplemented
+    found = x.flatten(-dims).max(-1)
+    return tuple(t.reshape(*t.shape, *[1] * dims) for t in found)
+
+
 #: formulas of operators, by which a program is decomposed
 POOLING: dict[Any, Callable[..., Any]] = {
     operator.default: partial(formula, dims)
@@ -75,4 +83,7 @@ POOLING: dict[Any, Callable[..., Any]] = {
         (_adaptive, (_aten.adaptive_avg_pool1d, _aten.adaptive_avg_pool2d)),
     )
     for dims, operator in enumerate(operators, 1)
+} | {
+    _aten.adaptive_max_pool2d.default: partial(_largest_of_all, 2),
+    _aten.adaptive_max_pool3d.default: partial(_largest_of_all, 3),
 }

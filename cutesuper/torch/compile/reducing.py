@@ -34,7 +34,6 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     of_rank,
 )
-from cutesuper.torch.compile.pointwise import absolute
 from cutesuper.torch.compile.table import (
     Arguments,
     Entry,
@@ -296,7 +295,7 @@ class _Norm2(Reduction):
         if order == 2.0:
             squares = along(b, node, g.square(t), slots, dims, _sum)
             return Built(g.root(squares.tensor), squares.slots)  # type: ignore[arg-type]
-        return along(b, node, absolute(g, t), slots, dims, _sum if order == 1.0 else _maximum)
+        return along(b, node, g.abs(t), slots, dims, _sum if order == 1.0 else _maximum)
 
     def _order(self, a: Arguments) -> float:
         given = a.get("ord", a.get("p", 2))
@@ -627,7 +626,10 @@ def _maximum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
 
 
 def _minimum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-    return g.mul(g.max(g.mul(t, -1.0), dim), -1.0)
+    """-max(-t); of -t it is -max(t), so that a minimum of minima is a maximum of maxima."""
+    x, *factor = map(g.tensor, t.node.inputs if t.node.facets.multiplies else (t.index,))
+    negative = factor and factor[0].node.attributes.get("value") == -1.0
+    return g.mul(g.max(x if negative else g.mul(t, -1.0), dim), -1.0)
 
 
 def _everywhere(g: KernelGraph, t: Tensor, dim: int) -> Tensor:

@@ -17,6 +17,11 @@ E = TypeVar("E", bound=CutesuperError)
 
 #: errors that mean "no kernel for this graph"; others concern the options or the machine
 NO_KERNEL = (SearchError, LoweringError, ScheduleError)
+#: the end of messages about a part of a function
+REMEDY = (
+    'Leave it outside of the function, or use torch.compile(fn, backend="cutesuper"), which leaves '
+    "it to Inductor"
+)
 
 
 def refusal(kind: type[E], name: str, node: fx.Node, reason: str) -> E:
@@ -69,7 +74,4 @@ def _reason(graph: KernelGraph, target: Target | str | None) -> str | None:
 
 
 def _error(kind: type[E], text: str) -> E:
-    return kind(
-        f"{text}. Leave it outside of the function, or use torch.compile(fn, "
-        'backend="cutesuper"), which leaves it to Inductor'
-    )
+    return kind(f"{text}. {REMEDY}")

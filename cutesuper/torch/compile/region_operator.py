@@ -318,11 +318,6 @@ def program_of(key: str) -> Program:
     return _programs.get(key) or _programs.made(key, lambda: _read(key))
 
 
-def digest_of(key: str) -> str:
-    """A short name for a key."""
-    return key.partition(":")[0]
-
-
 def _digest(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

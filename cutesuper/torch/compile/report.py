@@ -183,7 +183,7 @@ def _summary(graphs: Sequence[GraphReport]) -> list[str]:
     if left:
         lines.append(f"  left to Inductor: {sum(_times(r)[1] for r in left):.1f} us")
     if rest:
-        lines.append(f"  without a price: {rest} region(s), as of element-wise work")
+        lines.append(f"  without a price: {rest} region(s), for the reasons below")
     lines += [f"  takes long: {r.where}, {_times(r)[1]:.1f} us of Inductor's" for r in timed[:3]]
     lines += [f"  would help: kernels for {r.where}, {r.verdict.reason}" for r in left[:1]]
     return lines

@@ -42,7 +42,7 @@ class Left:
 
 
 def left_text(left: Sequence[Left]) -> list[str]:
-    """What PyTorch computes and why, equal operators counted, the most expensive first."""
+    """The operators that PyTorch computes and why, equal ones counted, the most expensive first."""
     groups: dict[str, list[Left]] = {}
     for n in left:
         named = not n.reason or n.reason.startswith(n.operator)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
+import logging
 import os
+import re
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -33,10 +37,15 @@ from cutesuper.torch.compile.changes import settle_changes, updates_buffer
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
 from cutesuper.torch.compile.convolutions import pointwise
 from cutesuper.torch.compile.graph_builder import CONDITIONS, INTEGERS
-from cutesuper.torch.compile.internals import autograd_functions, decompositions, needs_data
+from cutesuper.torch.compile.internals import (
+    autograd_functions,
+    decides_by_data,
+    decompositions,
+    needs_data,
+)
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
-from cutesuper.torch.compile.refusals import NO_KERNEL, refusal, without_kernel
+from cutesuper.torch.compile.refusals import NO_KERNEL, REMEDY, refusal, without_kernel
 from cutesuper.torch.compile.region import Region, source_lines
 from cutesuper.torch.compile.rest import (
     computed,
@@ -47,7 +56,8 @@ from cutesuper.torch.compile.rest import (
 )
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.table import is_free, is_known, moves
-from cutesuper.torch.compile.traced_program import ChangesItself, Trace, TracedProgram, TracedRegion
+from cutesuper.torch.compile.trace_report import TracedRegion
+from cutesuper.torch.compile.traced_program import ChangesItself, Trace, TracedProgram
 from cutesuper.torch.compile.watch import Observer, Watch
 from cutesuper.torch.ops.rowwise.library import FORMULAS
 
@@ -165,10 +175,12 @@ class _Tracer:
         if watch.hooked:
             stops = stops or "a module has hooks that are called in the backward pass"
         regions, refused = regions_of(module, self.name, self.rest, recorded)
+        if watch.seeds:
+            _refuse_draws(module.graph, computed(regions), self.name)
         found = [pair for r in regions for pair in self._with_kernels(r, refused)]
         regions = tuple(region for region, _ in found)
         outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
-        traced = [TracedRegion(r.place, kernel) for r, kernel in found]
+        traced = [TracedRegion(r.place, kernel, tuple(_reads(r))) for r, kernel in found]
         for i, region in enumerate(traced):
             module.add_submodule(f"region_{i}", _Call(region.kernel))
         rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
@@ -217,6 +229,28 @@ class _Tracer:
         if region.key not in self.kernels:
             self.kernels[region.key] = _kernel(self.name, region, self.options)
         return self.kernels[region.key]
+
+
+def _reads(region: Region) -> Iterator[str]:
+    """The names of the tensors that a region reads: of arguments, parameters, values of the
+    trace."""
+    for operand in region.inputs:
+        name = str(operand.node.target if operand.node.op == "get_attr" else operand.node.name)
+        yield name + (f"[{operand.part[0]}:{operand.part[1]}]" if operand.part else "")
+
+
+def _refuse_draws(graph: fx.Graph, inside: set[fx.Node], name: str) -> None:
+    """Raise TraceError for random numbers in a function that seeds them: seeds are set while it is
+    traced, and at no later call. Dropout that drops nothing is marked as random too, but it is free
+    or ``inside`` a region."""
+    for n in graph.nodes:
+        random = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+        if random and n not in inside and not is_free(n):
+            reason = (
+                "draws random numbers, and the function seeds them, which a traced program would "
+                "not; make its generator, or the numbers, outside of the function"
+            )
+            raise refusal(TraceError, name, n, reason)
 
 
 def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
@@ -298,29 +332,58 @@ def _exported(
                 # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
                 program = program.run_decompositions({})
     except Exception as error:
-        what = str(error)
-        if needs_data(error):
-            what = f"the result of {error} depends on data; leave it outside of the function"
-        raise TraceError(f"superoptimize({name}): torch.export cannot trace it: {what}") from error
+        raise TraceError(
+            f"superoptimize({name}): torch.export cannot trace it: {_why(error)}"
+        ) from error
     options = {"check_guards": False} if _has_guards() else {}
     with _quiet():
         return program.module(**options), undifferentiable
 
 
+def _why(error: Exception) -> str:
+    """The reason of an error of PyTorch, and what to do."""
+    if needs_data(error):
+        return f"the result of {error} depends on data; leave it outside of the function"
+    if not decides_by_data(error):
+        text = str(error).strip().rstrip(".")
+        return (
+            f"{text}; if the function itself raises with these arguments, mend that first. {REMEDY}"
+        )
+    place = re.search(r'File "([^"]*)", line (\d+)(?!.*File ")', str(error), re.DOTALL)
+    where = f" at {Path(place[1]).name}:{place[2]}" if place else ""
+    return (
+        f"the value of a tensor decides{where}, which one trace does not know; write it with "
+        "torch.where, or leave the decision outside of the function"
+    )
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what PyTorch warns of and a user cannot mend."""
-    with warnings.catch_warnings():
+    """Keep back what PyTorch warns of and a user cannot mend, and what it logs of errors."""
+    with contextlib.ExitStack() as stack:
+        for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
+            logger = logging.getLogger(name)
+            logger.addFilter(_nothing)
+            stack.callback(logger.removeFilter, _nothing)
+        stack.enter_context(warnings.catch_warnings())
         # tensors that are not parameters lose their gradient: see `_lift`
         warnings.filterwarnings("ignore", ".*requires gradient.*")
         # PyTorch copies specifications of pytrees in a way that it deprecates itself
         warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
+        # `Observer` sees attributes that are assigned, and says so in an error
+        warnings.filterwarnings("ignore", ".*assigned during export.*")
         yield
 
 
+def _nothing(record: logging.LogRecord) -> bool:
+    """A filter that no record passes."""
+    del record
+    return False
+
+
 def _decompositions() -> Any:
-    """Those of unknown operators, with products for convolutions, reductions for pooling, and the
-    operators of `cutesuper.ops` on rows in parts, which are fused with others."""
+    """Decompositions of unknown operators: convolutions become products, pooling reductions, and
+    the operators of `cutesuper.ops` on rows their parts, which are fused with others."""
     table = decompositions(is_known)
     for operator, formula in {_convolution: pointwise, **POOLING, **FORMULAS}.items():
         table[operator] = formula
@@ -430,8 +493,9 @@ def regions_of(
             raise refusal(TraceError, name, node, reason)
     if not (found.regions or recorded) and not any(map(_needs_no_region, graph.nodes)):
         raise TraceError(
-            f"superoptimize({name}): it computes nothing that kernels could, "
-            "no numbers in float16, bfloat16 or float32"
+            f"superoptimize({name}): it computes nothing that kernels could: nothing but moves, "
+            "sorts, masks, or numbers in other types than float16, bfloat16 and float32. Leave it "
+            'as it is, or give it rest="torch"'
         )
     return found.regions, {}
 
@@ -600,14 +664,21 @@ class Lazy:
         return self._latest("explain()").explain()
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """`Kernel.draw` of the program that was traced last. Raises TraceError if it has not been
-        called yet, or has several regions."""
-        self._latest("draw(path)").kernel.draw(path)
+        """`TracedProgram.draw` of the program that was traced last. Raises TraceError if it has not
+        been called yet, or has several regions."""
+        self._latest("draw(path)").draw(path)
 
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """`Kernel.export` of the program that was traced last. Raises TraceError if it has not been
-        called yet, or has several regions."""
-        self._latest("export(path)").kernel.export(path)
+    def export(
+        self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None
+    ) -> None:
+        """`TracedProgram.export` of the program that was traced last; without ``header``
+        `Kernel.export` of its kernel. Raises TraceError if it has not been called yet, or, without
+        ``header``, has several regions."""
+        program = self._latest("export(path)")
+        if header is None:
+            program.kernel.export(path)
+        else:
+            program.export(path, header=header)
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", type(self._fn).__name__)

@@ -2,7 +2,8 @@
 
 The traced program is run once with fake tensors. Each memory that comes up there is one tensor of
 the library; views of it are the same tensor under another shape. What needs PyTorch at the call (a
-copy, a sort, a mask) has no place in such a library.
+copy, a sort, a mask) has no place in such a library. A part of a tensor that is contiguous, as the
+weights of one gate among those of all, is read where it lies.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cutesuper.errors import TraceError
 from cutesuper.ir.dims import Symbol
 from cutesuper.runtime.c_interface import Step, Wiring
+from cutesuper.runtime.checks import ALIGNMENT
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.memory import Use, homes
@@ -28,10 +30,18 @@ from cutesuper.runtime.program import Linked, wired, write_programs
 
 @dataclass(frozen=True)
 class _Part:
-    """One region: its wiring, the values of its inputs and outputs, its symbols in the program."""
+    """One region.
+
+    Attributes:
+        wiring: of its kernels.
+        values: its inputs and outputs among the tensors of the program.
+        starts: the element at which each of its inputs begins in its tensor.
+        symbols: its symbols in the program.
+    """
 
     wiring: Wiring
     values: Sequence[int]
+    starts: Sequence[int]
     symbols: Mapping[str, str]
 
 
@@ -65,7 +75,7 @@ class _Reader(fx.Interpreter):
         with self.mode, torch.no_grad():
             value = super().run_node(n)
         if isinstance(value, torch.Tensor) and n.op != "placeholder":
-            self._place(value, f"{n.target} needs PyTorch at the call")
+            self._part(value, f"{n.target} needs PyTorch at the call")
         return value
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -93,7 +103,8 @@ class _Reader(fx.Interpreter):
             for d, e in zip(shape, t.shape, strict=True)
             if isinstance(d, Symbol)
         }
-        values = [self._place(t, f"{target} reads a copy") for t in given]
+        parts = [self._part(t, f"{target} reads a copy") for t in given]
+        values = [place for place, _ in parts]
         made: list[torch.Tensor] = []
         for node in (graph.nodes[i] for i in graph.outputs):
             shape = [sizes[d.name] if isinstance(d, Symbol) else d for d in node.shape]
@@ -102,7 +113,10 @@ class _Reader(fx.Interpreter):
             values.append(len(self.found.tensors) - 1)
         wiring = wired(graph, kernel.variant, self.found.artifacts)
         names = {symbol: self._symbol(e) for symbol, e in sizes.items()}
-        self.found.parts.append(_Part(wiring, values, names))
+        starts = [start for _, start in parts]
+        if any(starts[i] for i in wiring.continued.values()):
+            raise self.refusal("rows are put into a part of a tensor")
+        self.found.parts.append(_Part(wiring, values, starts, names))
         return made
 
     def _note(self, name: str, value: torch.Tensor) -> None:
@@ -126,11 +140,21 @@ class _Reader(fx.Interpreter):
 
     def _place(self, value: torch.Tensor, why: str) -> int:
         """The place of a tensor's memory, all of which it is."""
-        place = self._places.get(value.untyped_storage()._cdata)
-        whole = place is not None and value.numel() == self._kept[place].numel()
-        if place is None or not whole or not value.is_contiguous():
+        place, _ = self._part(value, why)
+        if value.numel() != self._kept[place].numel():
             raise self.refusal(why)
         return place
+
+    def _part(self, value: torch.Tensor, why: str) -> tuple[int, int]:
+        """The place of a tensor's memory, and the element of it that the tensor begins at: as much
+        of it as it has elements, in their order, from a place on that kernels can load from."""
+        place, start = self._places.get(value.untyped_storage()._cdata), value.storage_offset()
+        size = value.dtype.itemsize
+        if place is None or not value.is_contiguous() or size != self._kept[place].dtype.itemsize:
+            raise self.refusal(why)
+        if not isinstance(start, int) or start * size % ALIGNMENT:
+            raise self.refusal(why)
+        return place, start
 
     def _symbol(self, e: Any) -> str:
         text = str(e).replace(" ", "")
@@ -202,7 +226,8 @@ def _joined(
         scratch += [_renamed(t, part.symbols) for t in part.wiring.scratch]
         for step in part.wiring.steps:
             shapes = [_named(shape, part.symbols) for shape in step.shapes]
-            steps.append(Step(step.kernel, [own[p] for p in step.places], shapes))
+            starts = {i: part.starts[p] for i, p in enumerate(step.places) if p < len(part.starts)}
+            steps.append(Step(step.kernel, [own[p] for p in step.places], shapes, starts))
         continued |= {own[o]: own[i] for o, i in part.wiring.continued.items()}
     if any(source >= len(found.inputs) for source in continued.values()):
         raise refusal("rows are put into a tensor that it computes")

@@ -14,11 +14,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
-from cutesuper.report import narrow
 from cutesuper.runtime.calling import Picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.torch.compile.call_form import Border, Form, border_of, form_of, stand_ins, state_of
-from cutesuper.torch.compile.rest import Left, left_text
+from cutesuper.torch.compile.rest import Left
+from cutesuper.torch.compile.trace_report import TracedRegion, trace_text
 from cutesuper.torch.compile.watch import Watch, difference
 
 #: traces of a program before further ones are refused: each is a search, and is kept
@@ -42,19 +42,6 @@ _ADVICE = (
         ),
     ),
 )
-
-
-@dataclass(frozen=True)
-class TracedRegion:
-    """A part of a traced program, and its kernel.
-
-    Attributes:
-        place: the user's lines: ``model.py:12-18``.
-        kernel: the superoptimized program; ``kernel.graph`` is the definition.
-    """
-
-    place: str
-    kernel: Kernel
 
 
 @dataclass(frozen=True)
@@ -208,19 +195,13 @@ class TracedProgram:
         return self.regions[0].kernel
 
     def explain(self) -> str:
-        """The place of each region, and how its program was found, verified and priced."""
-        trace = self._latest
-        rest = sum(n.us for n in trace.outside)
-        ours = sum(r.kernel.predicted_us for r in self.regions)
-        parts = [
-            f"{self._name}: {len(self.regions)} region(s), {ours:.2f} us predicted"
-            + (f", and {rest:.2f} us at least of PyTorch's operators" if rest else "")
-        ]
-        for i, r in enumerate(self.regions):
-            parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
-        if trace.outside:
-            parts.append("\n".join(left_text(trace.outside)))
-        return narrow("\n\n".join(parts))
+        """Totals, what PyTorch computes, and for each region its place, its tensors, and how its
+        program was found, verified and priced."""
+        return trace_text(self._name, self.regions, self._latest.outside)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """`Kernel.draw` of its kernel. Raises TraceError if there are several regions."""
+        self.kernel.draw(path)
 
     def export(self, path: str | os.PathLike[str], *, header: str | os.PathLike[str]) -> None:
         """Write the program that ran last as a shared library for C and C++, all kernels and the

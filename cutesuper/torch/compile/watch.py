@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import logging
 import sys
 import sysconfig
 import types
@@ -44,9 +45,13 @@ _ANY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "named_param
 #: names in code that depends on how it is called; see `Watch.asks` and `Watch.measures`
 _QUESTIONS = frozenset({"is_grad_enabled", "requires_grad"})
 _LAYOUTS = frozenset({"is_contiguous", "stride", "as_strided", "storage_offset"})
+#: names in code that decides which random numbers are drawn; see `Watch.seeds`
+_SEEDS = frozenset({"manual_seed", "fork_rng", "set_rng_state", "Generator"})
 #: attributes of modules that are walked separately
 _TABLES = ("_parameters", "_buffers", "_modules")
 _OF_ALL = frozenset(vars(nn.Module()))
+#: lists that RNNs keep of their parameters, and make anew where these are others
+_LISTS = ("_flat_weights", "_flat_weight_refs")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(h for n, h in vars(torch_module).items()
                       if n.startswith("_global_") and isinstance(h, dict))  # fmt: skip
@@ -73,6 +78,7 @@ class Watch:
         names: that the code uses, for attributes and globals.
         asks: whether the code may ask if gradients are recorded.
         measures: whether the code may ask for strides.
+        seeds: whether the code may make or seed a generator of random numbers.
         passing: the name of an iterator that it reads, which yields something else every time; or
             nothing.
         hooked: whether a module has hooks that are called in the backward pass.
@@ -86,6 +92,7 @@ class Watch:
         self.tensors: tuple[torch.Tensor, ...] = tuple(walk.tensors)
         self.names = walk.names
         self.asks, self.measures, self.passing = walk.asks, walk.measures, walk.passing
+        self.seeds = not _SEEDS.isdisjoint(self.names)
         self.hooked = walk.hooked
         self._walk = walk
         self._identities = frozenset(map(id, self.tensors))
@@ -331,7 +338,8 @@ class _Walk:
         self.hooked = self.hooked or bool(own["_backward_hooks"] or own["_backward_pre_hooks"])
         self._tables.append(own)
         every = not _ANY_NAME.isdisjoint(self.names)
-        for key in [k for k in own if k not in _OF_ALL and (every or k in self.names)]:
+        known = _OF_ALL.union(_LISTS if isinstance(m, nn.RNNBase) else ())
+        for key in [k for k in own if k not in known and (every or k in self.names)]:
             self._entry(f"{name}.{key}", own, key)
         self._class(name, type(m))
 
@@ -426,6 +434,10 @@ class _Walk:
     def _reference(self, name: str, value: weakref.ref[Any]) -> None:
         self.facts.append((name, _Same(value)))
         self._visit(name, value())
+
+    def _logging(self, name: str, value: logging.Filterer) -> None:
+        """Note a logger or a handler, and not its streams: what it writes is no result."""
+        self.facts.append((name, _Same(value)))
 
     def _context(self, name: str, value: contextvars.ContextVar[Any]) -> None:
         self.facts.append((name, _Same(value)))
@@ -557,6 +569,7 @@ def _visits() -> Iterator[tuple[Any, Callable[[_Walk, str, Any], None]]]:
     yield _COLLECTIONS, _Walk._collection
     yield contextvars.ContextVar, _Walk._context
     yield weakref.ref, _Walk._reference
+    yield logging.Filterer, _Walk._logging
     yield types.ModuleType, _Walk._code
     yield type, _Walk._type
     yield bytearray, _Walk._array

@@ -22,12 +22,11 @@ from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
 from cutesuper.torch.ops.rowwise.definition import (
-    FLOATS,
-    INTEGERS,
     Input,
     Kind,
     Maybe,
     Option,
+    TensorArgument,
     check_tensor,
 )
 
@@ -41,23 +40,17 @@ FACTORS = "factors"
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(TensorArgument):
     """A tensor argument of a head.
 
     Attributes:
-        name: of the argument, and of the graph's input.
         rank: dimensions besides those of the rows: 1 for ``x[..., K]`` with rows, 2 for a weight
             ``[V, K]`` without, 0 for one label of each row ``[...]``.
         rows: true if it has the rows of the call in front.
-        labels: int64 or int32, without a gradient; otherwise a floating-point type.
-        optional: may be None.
     """
 
-    name: str
     rank: int
     rows: bool = False
-    labels: bool = False
-    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,10 +100,9 @@ def _input(
     head: Head, part: Part, t: Any, tensors: Sequence[Any], lead: tuple[int, ...]
 ) -> Input | None:
     call = f"{head.name}({part.name}={list(t.shape) if isinstance(t, torch.Tensor) else shown(t)})"
-    if t is None and part.optional:
+    check_tensor(call, part, t, (head.parts[0].name, tensors[0]))
+    if t is None:
         return None
-    allowed = INTEGERS if part.labels else FLOATS
-    t = check_tensor(f"{call}: {part.name}", t, allowed, (head.parts[0].name, tensors[0]))
     front = lead if part.rows else ()
     inner = tuple(int(n) for n in t.shape[len(front) :])
     if tuple(t.shape[: len(front)]) != front or len(inner) != part.rank or 0 in inner:
@@ -179,10 +171,7 @@ def so_far(part: Part) -> str:
 
 def _losses(head: Head, kind: Kind, rows: Dim) -> KernelGraph:
     g = KernelGraph()
-    tensors = [
-        i and g.new_input((rows, *i.inner) if i.rows else i.inner, i.dtype, name=p.name)
-        for p, i in zip(head.parts, kind.inputs, strict=True)
-    ]
+    tensors = kind.new_inputs(g, head.parts, rows)
     g.mark_output(head.build(g, *tensors, *kind.options), "float32")
     return g
 

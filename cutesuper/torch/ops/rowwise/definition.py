@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -55,20 +55,29 @@ class Role(Enum):
 
 
 @dataclass(frozen=True)
-class Operand:
-    """A tensor argument.
+class TensorArgument:
+    """A tensor argument of an operator.
 
     Attributes:
         name: of the argument, and of the graph's input.
-        role: ROWS, ROW or VALUE; the first operand is ROWS.
         optional: may be None.
         labels: int64 or int32, without a gradient; otherwise a floating-point type.
     """
 
     name: str
+    optional: bool = field(default=False, kw_only=True)
+    labels: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Operand(TensorArgument):
+    """A tensor argument of an operator on rows.
+
+    Attributes:
+        role: ROWS, ROW or VALUE; the first operand is ROWS.
+    """
+
     role: Role
-    optional: bool = False
-    labels: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +163,10 @@ class Input:
     inner: tuple[int, ...]
     dtype: str
 
+    def shape(self, rows: Dim) -> tuple[Dim, ...]:
+        """The shape for this number of rows."""
+        return (rows, *self.inner) if self.rows else self.inner
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -168,6 +181,15 @@ class Kind:
     operator: str
     inputs: tuple[Input | None, ...]
     options: tuple[Option, ...]
+
+    def new_inputs(
+        self, g: KernelGraph, arguments: Sequence[TensorArgument], rows: Dim
+    ) -> list[Tensor | None]:
+        """The operands as inputs of a graph for this number of rows."""
+        return [
+            i and g.new_input(i.shape(rows), i.dtype, name=a.name)
+            for a, i in zip(arguments, self.inputs, strict=True)
+        ]
 
     def to_text(self) -> str:
         """The kind as JSON, which `of_text` reads."""
@@ -196,19 +218,12 @@ class Kind:
     def graph(self, definition: Definition, rows: Symbol) -> tuple[KernelGraph, Built]:
         """The kernel graph for this number of rows."""
         g = KernelGraph()
-        tensors = [
-            i and g.new_input(_shape(i, rows), i.dtype, name=o.name)
-            for o, i in zip(definition.operands, self.inputs, strict=True)
-        ]
+        tensors = self.new_inputs(g, definition.operands, rows)
         built = definition.build(g, *tensors, *self.options)
         types = {t.name: t.dtype for t in tensors if t is not None}
         for t, o in zip(built.outputs, definition.outputs, strict=True):
             g.mark_output(t, types.get(o.like, o.like))
         return g, built
-
-
-def _shape(given: Input, rows: Symbol) -> tuple[Dim, ...]:
-    return (rows, *given.inner) if given.rows else given.inner
 
 
 def kind_of(definition: Definition, tensors: Sequence[Maybe], options: tuple[Option, ...]) -> Kind:
@@ -218,7 +233,8 @@ def kind_of(definition: Definition, tensors: Sequence[Maybe], options: tuple[Opt
         ShapeError, DTypeError, DeviceError, LayoutError: naming the argument.
     """
     call = describe(definition, tensors)
-    _check_tensors(definition, tensors, call)
+    for o, t in zip(definition.operands, tensors, strict=True):
+        check_tensor(call, o, t, (definition.operands[0].name, tensors[0]))
     x = first_of(tensors)
     ranks = [t.dim() for o, t in zip(definition.operands, tensors, strict=True)
              if o.role is Role.ROW and t is not None]  # fmt: skip
@@ -258,22 +274,13 @@ def number(call: str, name: str, value: Any) -> float:
         raise OperatorError(f"{call}({name}={value!r}): must be a number") from None
 
 
-def _check_tensors(definition: Definition, tensors: Sequence[Any], call: str) -> None:
-    first = definition.operands[0].name, tensors[0]
-    for o, t in zip(definition.operands, tensors, strict=True):
-        if t is not None or not o.optional:
-            check_tensor(f"{call}: {o.name}", t, INTEGERS if o.labels else FLOATS, first)
-
-
-def check_tensor(
-    what: str, t: Any, allowed: Sequence[torch.dtype], first: tuple[str, torch.Tensor]
-) -> torch.Tensor:
-    """An argument of a call, checked but for its shape.
+def check_tensor(call: str, argument: TensorArgument, t: Any, first: tuple[str, Any]) -> None:
+    """Check an argument of a call, but for its shape.
 
     Args:
-        what: call and argument, for messages.
-        t: the argument.
-        allowed: its element types.
+        call: for messages.
+        argument: its definition.
+        t: its value.
         first: name and value of the first argument, whose device all share.
 
     Raises:
@@ -281,6 +288,10 @@ def check_tensor(
         LayoutError: a sparse, nested or quantized tensor.
         DeviceError: on another device.
     """
+    if t is None and argument.optional:
+        return
+    what = f"{call}: {argument.name}"
+    allowed = INTEGERS if argument.labels else FLOATS
     if not isinstance(t, torch.Tensor):
         raise DTypeError(f"{what} is a {type(t).__name__}, must be a torch tensor")
     if kind := oddity(t):
@@ -293,7 +304,6 @@ def check_tensor(
         raise DeviceError(
             f"{what} is on {t.device}, {first[0]} on {first[1].device}; move all to one device"
         )
-    return t
 
 
 def _input(o: Operand, t: torch.Tensor, x: torch.Tensor, width: int, call: str) -> Input:
