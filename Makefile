@@ -76,6 +76,7 @@ bench: $(BENCH_STAMP)  ## measure WORKLOAD against its peers, refresh the tables
 	$(BIN)/python -m benchmarks.report $(foreach page,$(PAGES),--page docs/$(page).md) \
 		benchmarks/results/$(WORKLOAD)*.json
 	$(BIN)/python -m benchmarks.summary benchmarks/results README.md docs/summary.svg
+	$(BIN)/python -m benchmarks.plots benchmarks/results docs/plots
 
 golden: $(STAMP)  ## write the golden files in tests/golden again
 	$(BIN)/python -m pytest -m "not gpu" --golden-update $(ARGS)
@@ -83,7 +84,7 @@ golden: $(STAMP)  ## write the golden files in tests/golden again
 
 docs: $(STAMP)  ## the documentation as a site, in build/site
 	$(BIN)/python -m mkdocs build --strict --quiet
-	@echo "open build/site/index.html (searching in it needs: $(BIN)/python -m mkdocs serve)"
+	@echo "open build/site/index.html"
 
 clean:  ## remove the environment and all caches of the tools
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

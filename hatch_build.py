@@ -1,7 +1,8 @@
 """The description of the package: README.md without what leads into the repository.
 
 An index shows the page alone, so links to other files of the repository become text there, and
-pictures from it are left out. `pyproject.toml` names this file.
+pictures from it, and paragraphs of nothing but links, are left out. `pyproject.toml` names this
+file.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 PICTURE = re.compile(r"^!\[[^\]]*\]\((?!https?:)[^)]*\)\n\n", re.MULTILINE)
 LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!https?:)[^)]*\)")
+LINKS = re.compile(rf"^(?:{LINK.pattern}(?: ·)?\n)+\n", re.MULTILINE)
 COMMENT = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 
 
 def described(readme: str) -> str:
     """The text of README.md for a page that stands alone."""
-    return LINK.sub(r"\1", PICTURE.sub("", COMMENT.sub("", readme)))
+    return LINK.sub(r"\1", LINKS.sub("", PICTURE.sub("", COMMENT.sub("", readme))))
 
 
 class CustomMetadataHook(MetadataHookInterface):

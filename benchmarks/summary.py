@@ -164,7 +164,8 @@ def picture(lines: Sequence[Line]) -> str:
         look = "faster" if line.ratio > 1 else "slower"
         add(svg, "text", "ink", line.choice.program, x=16, y=y + 17)
         add(svg, "rect", f"mark {look}", x=NAMES, y=y + 4, width=end - NAMES, height=LINE - 10)
-        add(svg, "text", "ink", f"{line.ratio:.2f}x", x=end + 6, y=y + 17)
+        beside = max(end, NAMES + unit) + 6  # not upon the rule
+        add(svg, "text", "ink", f"{line.ratio:.2f}x", x=beside, y=y + 17)
     add(svg, "path", "ink rule", d=f"M{NAMES + unit:.1f},{HEAD}v{LINE * len(lines)}")
     return as_text(svg)
 
