@@ -1,24 +1,25 @@
 """Programs by targets: what the compiler makes of them, and what a verifier says of those for B200.
 
-    python -m tests.across                 # adds what docs/blackwell.json lacks, writes the page
-    python -m tests.across --seconds 0     # the same without the verifier
+    python -m tests.across                 # brings docs/blackwell.json up to date, and the page
+    python -m tests.across --seconds 0     # the same without the verifier: minutes
     python -m tests.across --page          # only writes the tables of docs/blackwell.md again
 
 Every workload of the benchmarks, and the layers of Llama-3-8B and 70B at 1 to 8192 rows, is
 searched and compiled for H100, H200 and B200. Their kernels for B200 are given to a verifier
 (`tests.ward`) with the tiles, clusters and schedules that they have, over fewer blocks and
-iterations (`tests.shrunk`), equal ones once; and so are the small plans of
-`tests.blackwell_plans`. No GPU is needed; it takes hours.
+iterations (`tests.shrunk`); and so are the small plans of `tests.blackwell_plans`. A verdict
+belongs to the text of a kernel and its launch (`tests.ward.digest`): equal ones are given once, and
+those that have changed again. No GPU is needed; all verdicts anew take hours.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ ATTENTION = "few,decode,models/llama3-70b/4,lengths/serving/4,lengths/serving_pa
 KEPT = ("HGMMA", "UTCHMMA", "LDTM", "STTM", "UTMALDG")
 #: verdicts in words
 WORDS = {"race_free": "right", "verified": "right", "potential_race": "right but for pairs below",
-         "timeout": "not finished"}  # fmt: skip
+         "timeout": "not finished", "unsupported": "not followed"}  # fmt: skip
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -53,7 +54,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def choice(graph: Any, name: str) -> tuple[Any, Any]:
-    """What `superoptimize` would run on a target, and the target."""
+    """The choice of `superoptimize` for a target, and the target."""
     from cutesuper import pipeline
     from cutesuper.targets import find_target
 
@@ -76,59 +77,82 @@ def figures(found: Any, target: Any) -> dict[str, Any]:
     }
 
 
-def small_plans(found: Any, target: Any) -> dict[str, Any]:
-    """The plans of a choice over few blocks and iterations, by a hash of what they are."""
+def small_plans(found: Any, target: Any) -> Iterator[Any]:
+    """The plans of a choice over few blocks and iterations."""
     from cutesuper.ir.unseen import followed
     from cutesuper.skeletons.planner import make_plan
     from tests.shrunk import shrunk
 
-    mu, plans = found.candidate.mugraph, dict[str, Any]()
+    mu = found.candidate.mugraph
     for step, plan in zip(mu.steps, found.plans, strict=True):
         pairs = getattr(plan.schedule, "share_rows", 1) > 1  # of tiles beside each other
-        small = make_plan(*shrunk(step, followed(mu), 2 if pairs else 1), target, plan.schedule)
-        plans[hashlib.sha256(small.key.encode()).hexdigest()[:12]] = small
-    return plans
+        yield make_plan(*shrunk(step, followed(mu), 2 if pairs else 1), target, plan.schedule)
 
 
-def judged(plan: Any, seconds: int, reference: str = "") -> dict[str, Any]:
-    """The verdict on a plan, how both sides of a race access memory, and the time that it took."""
-    from tests.ward import given, verdict
+def judged(kernel: Any, reference: str, seconds: int) -> dict[str, Any]:
+    """The verdict on a kernel, how both sides of a race access memory, and the time it took."""
+    from tests.ward import verdict
 
     start = time.time()
-    found = verdict(given(plan), reference, seconds=seconds)
+    found = verdict(kernel, reference, seconds=seconds)
     races = [[r[side]["mode"] for side in ("first", "second")] for r in found.get("races", ())]
     return {"result": found["result"], "races": races, "seconds": round(time.time() - start)}
 
 
-def extend(data: dict[str, Any], name: str, graph: Callable[[], Any], seconds: int) -> None:
-    """Add what a case lacks."""
-    case = data["cases"].setdefault(name, {})
-    for target in TARGETS:
-        if target not in case:
-            case[target] = figures(*choice(graph(), target))
-            print(name, target, case[target], flush=True)
-    if not seconds or all(key in data["verdicts"] for key in case.get("plans", [""])):
-        return
-    plans = small_plans(*choice(graph(), TARGETS[-1]))
-    case["plans"] = list(plans)
-    for key, plan in plans.items():
-        if key not in data["verdicts"]:
-            data["verdicts"][key] = judged(plan, seconds)
-            print(name, key, data["verdicts"][key], flush=True)
+@dataclass(frozen=True)
+class Collection:
+    """What the file has, while it is brought up to date.
 
+    Attributes:
+        data: "cases": figures by name and target, and the digests of a program's small kernels as
+            "plans"; "plans": the digest of every small plan; "verdicts" by digest.
+        seconds: for the verifier, each kernel; 0 leaves verdicts as they are.
+        save: called after every change.
+    """
 
-def collect(data: dict[str, Any], seconds: int, save: Callable[[], None]) -> None:
-    """Add what is missing: small plans first, then programs."""
-    from tests.blackwell_plans import CASES
+    data: dict[str, Any]
+    seconds: int
+    save: Callable[[], None]
 
-    for name, plan in CASES.items():
-        if seconds and name not in data["plans"]:
-            data["plans"][name] = judged(plan.make(), seconds, plan.reference)
-            print(name, data["plans"][name], flush=True)
-            save()
-    for name, graph in cases():
-        extend(data, name, graph, seconds)
-        save()
+    def verdict_on(self, name: str, plan: Any, reference: str = "") -> str:
+        """See to it that there is a verdict on a plan; return the digest of its kernel. Those that
+        were not finished are tried again with more time."""
+        from tests.ward import digest, given
+
+        kernel, verdicts = given(plan), self.data["verdicts"]
+        key = digest(kernel, reference)
+        took = verdicts.get(key, {}).get("seconds", 0)
+        again = verdicts.get(key, {}).get("result") == "timeout" and took < self.seconds
+        if (key not in verdicts and self.seconds) or again:
+            verdicts[key] = judged(kernel, reference, self.seconds)
+            print(name, key, verdicts[key], flush=True)
+        return key
+
+    def programs(self) -> None:
+        """Compile all programs."""
+        kept, self.data["cases"] = self.data["cases"], {}
+        for name, graph in cases():
+            case = {t: figures(*choice(graph(), t)) for t in TARGETS}
+            self.data["cases"][name] = case | {"plans": kept.get(name, {}).get("plans", [])}
+            print(name, case, flush=True)
+        self.save()
+
+    def verdicts(self) -> None:
+        """See to all verdicts: small plans first, then programs; forget those of no kernel."""
+        from tests.blackwell_plans import CASES
+
+        keys = self.data["plans"] = {n: k for n, k in self.data["plans"].items() if n in CASES}
+        for name, case in CASES.items():
+            keys[name] = self.verdict_on(name, case.make(), case.reference)
+            self.save()
+        for name, graph in cases():
+            found = choice(graph(), TARGETS[-1])
+            plans = [self.verdict_on(name, p) for p in small_plans(*found)]
+            self.data["cases"][name]["plans"] = plans
+            self.save()
+        used = {*keys.values(), *(k for c in self.data["cases"].values() for k in c["plans"])}
+        self.data["verdicts"] = {k: v for k, v in self.data["verdicts"].items() if k in used}
+        self.save()
 
 
 # ------------------------------------------------------------------------------------------ page
@@ -163,7 +187,9 @@ def programs(data: dict[str, Any]) -> list[str]:
 def _protocol(data: dict[str, Any], group: list[dict[str, Any]]) -> str:
     """How many different kernels got which verdict."""
     keys = {key for case in group for key in case.get("plans", ())}
-    found = [data["verdicts"][k]["result"] for k in sorted(keys) if k in data["verdicts"]]
+    found: list[str] = [
+        data["verdicts"][k]["result"] for k in sorted(keys) if k in data["verdicts"]
+    ]
     said = [WORDS.get(r, r) for r in found]
     parts = [f"{said.count(w)} {w}" for w in sorted(set(said), reverse=True)]
     return ", ".join(parts)
@@ -172,9 +198,9 @@ def _protocol(data: dict[str, Any], group: list[dict[str, Any]]) -> str:
 def plans(data: dict[str, Any]) -> list[str]:
     """The table of small plans."""
     lines = [_line(["plan", "protocol", "equal to PyTorch"]), _line(["---"] * 3)]
-    for name, found in data["plans"].items():
-        equal = "proved" if found["result"] == "verified" else ""
-        lines.append(_line([name, WORDS.get(found["result"], found["result"]), equal]))
+    for name, key in data["plans"].items():
+        result: str = data["verdicts"].get(key, {}).get("result", "")
+        lines.append(_line([name, WORDS.get(result, result), "proved" * (result == "verified")]))
     return lines
 
 
@@ -206,7 +232,9 @@ def main() -> None:
 
     if not args.page:
         with emulated_gpu():
-            collect(data, args.seconds, save)
+            collection = Collection(data, args.seconds, save)
+            collection.programs()
+            collection.verdicts()
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), data), encoding="utf-8")
 
 

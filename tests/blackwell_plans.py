@@ -186,6 +186,18 @@ MORE = {
         lambda: few(MatmulSchedule(stages=3, head=2, persistent=1), norm=False, m=64, tile_m=64,
                     n=128, tile_n=64)
     ),
+    "tiles handed out": Case(
+        lambda: few(MatmulSchedule(stages=3, head=2, persistent=2, hand_out=True), norm=False,
+                    m=192, tile_m=64, n=128, tile_n=64)
+    ),
+    "tiles handed out, statistics": Case(
+        lambda: few(MatmulSchedule(stages=2, head=2, persistent=2, hand_out=True),
+                    m=128, tile_m=64, n=128, tile_n=64, k=192)
+    ),
+    "tiles handed out to pairs": Case(
+        lambda: few(MatmulSchedule(stages=2, head=2, persistent=2, share_rows=2, hand_out=True),
+                    norm=False, m=32, tile_m=16, n=128, tile_n=64)
+    ),
     "products of two widths": Case(lambda: found(zoo.projections(8, 128, (128, 64), BF16))),
     "gated products": Case(lambda: found(zoo.projections(8, 128, (64, 64), BF16, gated=True))),
     "softmax of a product": Case(lambda: found(zoo.softmax_linear(8, 128, 64, BF16))),
@@ -205,7 +217,7 @@ MORE = {
     "attention, tiles of 128 keys": Case(lambda: attention(key_tile=128, keys=256)),
     "attention, fp16": Case(lambda: attention(dtype="float16")),
     "attention, no scale": Case(lambda: attention(scale=None)),
-    "attention, found": Case(lambda: best(zoo.grouped_attention(1, 16, 128, 64, BF16))),
+    "attention, found": Case(lambda: best(zoo.grouped_attention(1, 64, 128, 64, BF16))),
     # so much shared memory that two of its blocks share the tensor memory of a multiprocessor
     "decoding in a cluster": Case(
         lambda: attention(AttentionSchedule(stages=5, key_groups=1), rows=0, group=4, keys=256,

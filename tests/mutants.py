@@ -182,7 +182,7 @@ def _judge(
 ) -> None:
     result = verifier.check(mutant, bound=False, full=True)  # as for what is returned to a user
     if result:
-        odd = judge.distinguished(mutant)
+        odd = judge.distinguished(mutant, accepted=True)
         tally.counts["accepted"] += 1
         if odd is not None:
             tally.wrong.append(f"{what}, verifier's seed {result.seed}: {odd}")
@@ -248,7 +248,8 @@ class Judge:
     value by the rules of docs/verification.md does not count: elements that are NaN in PyTorch,
     draws in which something is +inf on the way, quotients by what is 0 for many inputs. Nor do
     elements that a rounding makes jump: ``floor`` of the sum of a softmax, ``at_least(x, x y/y)``,
-    ``at_least(x, (x + c) - c)``.
+    ``at_least(x, (x + c) - c)``. Differences of what the verifier accepts count if they are larger
+    than roundings of the largest number on the way: ``x / 1e-13 - (x / 1e-13 + y)``.
     """
 
     def __init__(self, graph: KernelGraph, mu: MuGraph) -> None:
@@ -266,10 +267,15 @@ class Judge:
             if not _has_infinite(self.mu, inputs)
         ]
 
-    def distinguished(self, mutant: MuGraph) -> str | None:
+    def distinguished(self, mutant: MuGraph, accepted: bool = False) -> str | None:
         """The first place where a mutant differs; None if there is none."""
-        rounding = 64 * EPSILON * _largest_constant(mutant)
-        return next(filter(None, (_differs(d, mutant, rounding) for d in self.draws)), None)
+        for draw in self.draws:
+            odd = _differs(draw, mutant, 64 * EPSILON * _largest_constant(mutant))
+            if odd and accepted:
+                odd = _differs(draw, mutant, 64 * EPSILON * _largest(mutant, draw.inputs))
+            if odd:
+                return odd
+        return None
 
 
 def _differs(draw: Draw, mutant: MuGraph, rounding: float) -> str | None:
@@ -295,17 +301,28 @@ def _divides_by_jumps(mu: MuGraph) -> bool:
 
 def _has_infinite(mu: MuGraph, inputs: list[torch.Tensor]) -> bool:
     """True if a muGraph computes +inf of finite numbers."""
-    found: list[bool] = []
+    return any(bool((x == torch.inf).any()) for x in _on_the_way(mu, inputs))
+
+
+def _largest(mu: MuGraph, inputs: list[torch.Tensor]) -> float:
+    """The largest finite number that is written in a muGraph or computed on the way."""
+    finite = (torch.where(x.isfinite(), x.abs(), 0.0) for x in _on_the_way(mu, inputs))
+    return max(_largest_constant(mu), *(float(x.max()) for x in finite if x.numel()))
+
+
+def _on_the_way(mu: MuGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of all element-wise operations."""
+    found: list[torch.Tensor] = []
     plain = TorchDomain.elementwise
 
     def watched(self: TorchDomain, *args: Any) -> Any:
         result = plain(self, *args)
-        found.append(bool((result.data == torch.inf).any()))
+        found.append(result.data)
         return result
 
     with patch.object(TorchDomain, "elementwise", watched):
         execute(mu, inputs)
-    return any(found)
+    return found
 
 
 def _unsteady(mu: MuGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -22,8 +22,9 @@ from tests.shrunk import shrunk
 def test_the_tables_of_the_page_are_those_of_the_file() -> None:
     data, page = json.loads(FILE.read_text()), PAGE.read_text(encoding="utf-8")
     assert written(page, data) == page
-    for name, found in data["plans"].items():
-        assert found["result"] == CASES[name].result, name
+    assert list(data["plans"]) == list(CASES)
+    for name, key in data["plans"].items():
+        assert data["verdicts"][key]["result"] == CASES[name].result, name
 
 
 def test_a_smaller_kernel_keeps_tiles_cluster_and_schedule() -> None:

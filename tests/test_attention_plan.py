@@ -115,7 +115,7 @@ ROWS: dict[str, tuple[Attention, tuple[str, ...], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_labels_of_rows(name: str) -> None:
-    """What is held whole varies fastest."""
+    """Labels that are held whole vary fastest."""
     attention, labels, tile = ROWS[name]
     p = plan_of(attention)
     assert (p.rows, p.row_tile) == (labels, tile)

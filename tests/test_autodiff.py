@@ -19,9 +19,11 @@ from cutesuper.ir.dims import extent
 from cutesuper.ir.evaluate import evaluate, run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.ir.operators.base import TABLE, Operator
+from cutesuper.ir.operators.composed import COMPOSED
 from cutesuper.ir.operators.pointwise import FUNCTIONS
 from cutesuper.ir.serial import dumps, loads
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.torch.compile.reducing import _maximum, _minimum
 from cutesuper.verify.equivalence import Verifier
 
 M = cs.symbol("M", 7)
@@ -143,6 +145,7 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
     "root": (lambda g, x: g.root(g.sum(g.square(x), 1)) * x, ((3, 4),)),
     "log1p_exp": (lambda g, x: g.log1p_exp(x) * x, ((3, 4),)),
     "leaky_relu": (lambda g, x: g.leaky_relu(x, 0.25) * x, ((3, 4),)),
+    "power": (lambda g, x: g.power(g.square(x) + 0.5, -1.5) * x, ((3, 4),)),
     "hardtanh": (lambda g, x: g.hardtanh(x, 0.6, 1.2) * x, ((5, 6),)),
     "logsumexp, rows": (lambda g, x, y: g.logsumexp(x, 1) * y, ((2, 3, 4), (2, 3, 4))),
     "rms_norm, weight": (lambda g, x, y: g.rms_norm(x, y, eps=0.1), ((2, 3, 4), (4,))),
@@ -194,6 +197,8 @@ def _within(g: KernelGraph, x: Tensor, domain: tuple[float, float]) -> Tensor:
     return x * 2 - 1.7 if low == -inf else g.square(x) + low + 0.5
 
 
+for _c in COMPOSED:
+    CASES.setdefault(_c.name, (lambda g, x, name=_c.name: g.apply(name, x) * x, ((3, 4),)))
 for _f in FUNCTIONS:
     CASES[_f.name] = (
         lambda g, x, f=_f: g.apply(f.name, _within(g, x, f.domain)) * x, ((3, 4),)
@@ -201,6 +206,8 @@ for _f in FUNCTIONS:
 CASES["convert"] = (lambda g, x, y: g.convert(x, "bf16") @ g.convert(y, "bf16"), ((3, 4), (4, 5)))
 CASES["at_least"] = (lambda g, x, y: g.at_least(x, y) * x * y, ((5, 6), (6,)))
 CASES["maximum"] = (lambda g, x, y: g.maximum(x, y), ((5, 6), (6,)))
+CASES["raised"] = (lambda g, x, y: g.raised(x, y), ((5, 6), (6,)))
+CASES["xlogy"] = (lambda g, x, y: g.xlogy(x, g.square(y) + 0.5), ((5, 6), (6,)))
 CASES["maximum, ties"] = (lambda g, x: g.maximum(x, x), ((5, 6),))
 CASES["hide"] = (lambda g, x, y: g.exp(g.hide(g.step(x - 1), x * y)), ((5, 6), (6,)))
 CASES["lift"] = (lambda g, x, y: g.exp(g.lift(g.step(x - 1), x * y) * -1.0), ((5, 6), (6,)))
@@ -331,6 +338,18 @@ def test_what_is_cut_off_has_no_gradient_even_of_infinity(name: str) -> None:
     ends = () if name == "relu" else (0.0, 6.0)
     found = gradient_at(lambda g, x: g.sqrt(getattr(g, name)(x, *ends)), [-1, 4, 9])
     assert found == [0, 0.25, 1 / 6 if name == "relu" else 0]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_all_that_is_largest_shares_evenly_along_several_dimensions(sign: int) -> None:
+    """Five elements in two rows have a fifth each, and not a quarter and a sixth."""
+    x = sign * torch.tensor([[3.0, 3, 1], [3, 3, 3], [0, 1, 2]], dtype=torch.float64)
+    along = _maximum if sign > 0 else _minimum
+    made = cs.grad(graph(lambda g, t: along(g, along(g, t, 1), 0), (3, 3)))
+    [found] = evaluate(made, [x, torch.ones(1, 1, dtype=torch.float64)], torch.float64)
+    x.requires_grad_()
+    (x.amax((0, 1)) if sign > 0 else x.amin((0, 1))).backward()
+    torch.testing.assert_close(found, x.grad)
 
 
 def test_a_clamp_of_nan_has_no_gradient() -> None:

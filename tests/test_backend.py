@@ -409,7 +409,7 @@ def test_trains_with_inductor(mixed: Any) -> None:
 
 
 def test_a_wrapper_in_cpp(mixed: Any) -> None:
-    """Where the environment asks for it, Inductor gets everything."""
+    """Inductor gets everything if the environment asks for it."""
     from torch._inductor import config
 
     reports: list[Any] = []

@@ -191,7 +191,7 @@ def test_programs_compute_the_reference(workload):
 
 @ALL
 def test_the_part_has_nothing_but_products(workload):
-    """Which are linear in X; norms, activations and biases are not."""
+    """Workloads that are linear in X; norms, activations and biases are not."""
     part, full = workload.computations["matmul"].reference, workload.computations["full"].reference
     x, *rest = draw(workload, small(workload))
     for one, twice in zip(part(x, *rest), part(2 * x, *rest), strict=True):

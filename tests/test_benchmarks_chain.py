@@ -53,7 +53,7 @@ def test_layers_read_what_the_one_before_writes():
 
 
 def test_errors_grow_with_the_root_of_the_depth():
-    """What the tolerance of the chain rests on: 16 times the layers, about 4 times the error."""
+    """The basis of the chain's tolerance: 16 times the layers, about 4 times the error."""
     shallow, deep = (problem_of(n).expected("full", n - 1)[0].torch_error for n in (2, 32))
     assert 2.5 < deep.relative / shallow.relative < 6.5
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import report, summary
+from benchmarks import plots, report, summary
 from tests.benchmark_fakes import (
     measure,
     right,
@@ -143,6 +143,20 @@ def test_the_summary_is_that_of_the_results(tmp_path):
     for line in summary.read_lines(RESULTS):
         assert {line.choice.program, f"{line.ratio:.2f}x"} <= set(texts)
         assert line.ratio == line.peer_us / line.ours_us
+
+
+def test_the_plots_are_those_of_the_results(tmp_path):
+    pytest.importorskip("matplotlib")
+    shown = RESULTS.parents[1] / "docs/plots"
+    written = plots.write_plots(RESULTS, tmp_path)
+    assert {p.name for p in written} == {p.name for p in shown.iterdir()}
+    for path in written:
+        if path.suffix == ".svg":  # the curves themselves depend on the version of matplotlib
+            texts = [
+                [e.text for e in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")]
+                for file in (path, shown / path.name)
+            ]
+            assert texts[0] == texts[1] and any("commit" in text for text in texts[0])
 
 
 def test_the_summary_refuses_results_without_its_cases(results, tmp_path, capsys, monkeypatch):

@@ -44,7 +44,7 @@ def kernel_of(name: str) -> Given:
 
 
 def marked(names: dict[str, Any]) -> list[Any]:
-    """Those of CI are marked."""
+    """Cases of CI are marked."""
     quick = {*QUICK, *CAUGHT_STATICALLY[:5]} if names is not CASES else QUICK
     return [pytest.param(n, marks=[pytest.mark.ptx] if n in quick else []) for n in names]
 
@@ -141,19 +141,19 @@ def test_the_verifier_proves_no_wrong_products() -> None:
 # ------------------------------------------------------------------------------------- the machine
 
 
-def numbers(kernel: Given, ptx: str, late: bool) -> torch.Tensor:
-    """The output of a kernel on the machine. Raises PtxError."""
+def numbers(kernel: Given, ptx: str, late: bool, seed: int = 1) -> torch.Tensor:
+    """The output of a kernel on the machine, one cluster at a time. Raises PtxError."""
     torch.manual_seed(0)
     *inputs, output = kernel.tensors[: len(kernel.plan.arguments)]
     for x in inputs:
         x.copy_(torch.randn(x.shape))
     output.fill_(torch.nan)
     memory = [(t.data_ptr(), t.nbytes, t is output) for t in kernel.tensors]
-    run_launch(executable(ptx), kernel.launch, memory, Conditions(late=late))
+    run_launch(executable(ptx), kernel.launch, memory, Conditions(seed, late, resident=1))
     return output.clone()
 
 
-DOUBLE, FP32 = "two blocks of columns at once", "fp32"
+DOUBLE, FP32, HANDED = "two blocks of columns at once", "fp32", "tiles handed out"
 
 
 @pytest.mark.ptx
@@ -164,6 +164,18 @@ def test_two_blocks_of_columns_at_once() -> None:
     found = numbers(kernel, kernel.ptx, late=True)
     x, w, _ = (t.double() for t in kernel.tensors)
     torch.testing.assert_close(found.double(), x @ w.T, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith(HANDED)])
+def test_tiles_are_handed_out(name: str) -> None:
+    """Whoever gets them: the machine says at times that none is left while some are."""
+    kernel = kernel_of(name)
+    for seed in (1, 2, 3):
+        found = numbers(kernel, kernel.ptx, seed == 2, seed)
+        x, w, _ = (t.double() for t in kernel.tensors)
+        norm = (x.square().mean(1, keepdim=True) + 1e-6).sqrt() if "statistics" in name else 1.0
+        torch.testing.assert_close(found.double(), x @ w / norm, rtol=2**-8, atol=1e-5)
 
 
 GAIN, ATTENTION = "prologue", "attention"
@@ -205,6 +217,21 @@ DYNAMIC: dict[str, tuple[str, Callable[[str], str], str]] = {
     ),
     "gathered numbers multiplied before they are there": (
         FP32, without(r"tcgen05\.wait::st[^;]*;"), "nobody has waited for",
+    ),
+    "an answer read before it is there": (HANDED, unwaited(-1), "no answer about another block"),
+    "the index of a block that was not handed out": (
+        HANDED, without(r"@handed (?=clusterlaunchcontrol)"), "a block that was not handed out",
+    ),
+    "a question after the last answer": (
+        HANDED, lambda ptx: re.sub(r"selp\.b32 (%r\d+), 1, 0, handed;", r"mov.b32 \1, 1;", ptx),
+        "and none was left",
+    ),
+    "an answer that a warp does not give back": (
+        HANDED, without(r"mbarrier\.arrive\.shared[^;]*;", -1), "no warp goes on",
+    ),
+    "8 bytes too many of an answer": (
+        HANDED, more(r"mov\.b32\s+%r\d+, (16);(?=\s*mbarrier\.arrive\.expect)", 8),
+        "no warp goes on",
     ),
     "an accumulator of other columns": (
         GAIN, changed(r"(\[%r\d+) \+ 0\];(?=\s*tcgen05\.wait)", lambda m: f"{m[1]} + 8];"), "",

@@ -219,11 +219,11 @@ def test_numbers_of_a_traced_program(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     import cutesuper as cs
 
-    norm, w, v = (torch.randn(*s, device="cuda").half() for s in ((64,), (128, 64), (64, 128)))
+    norm, w, v = (torch.randn(*s, device="cuda").half() for s in ((64,), (160, 64), (64, 128)))
 
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = torch.nn.functional.rms_norm(x, (64,), norm, 1e-6)
-        z = x + torch.nn.functional.gelu(h @ w.t()) @ v.t()
+        z = x + torch.nn.functional.gelu(h @ w[32:].t()) @ v.t()  # a part of a weight
         return z.sum(1), (z.reshape(-1, 8, 8) * 2).amax(-1)
 
     x = torch.randn(40, 64, device="cuda").half()
@@ -253,7 +253,7 @@ def test_numbers_of_a_traced_program(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def on_machine(steps: list[Any], tensors: list[Any]) -> Any:
-    """What stands for CUDA's launch: the machine of tests/ptx runs the kernels, in this order."""
+    """The stand-in for CUDA's launch: the machine of tests/ptx runs the kernels, in this order."""
     from tests.ptx import run
 
     memory = [(t.data_ptr(), t.nbytes, True) for t in tensors]

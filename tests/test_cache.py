@@ -351,7 +351,7 @@ def test_a_folder_inside_that_others_can_write(cache: KernelCache) -> None:
 
 
 def test_a_changed_entry_with_a_new_checksum(cache: KernelCache) -> None:
-    """What tells an entry from a forged one is who could write it, not its checksum."""
+    """A forged entry differs by who could write it, not by its checksum."""
     digest, path = _store(cache)
     (path / OBJECT).write_bytes(b"other")
     record = json.loads((path / META).read_text())

@@ -451,7 +451,7 @@ def test_divided_rows_are_tried_up_to_the_tile_that_covers_them(
 # ------------------------------------------------------------------------------- random programs
 
 
-@settings(max_examples=18, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(chains())
 def test_random_chains(graph: KernelGraph) -> None:
     """Verified, within the limits of a block, and in float64 what the definition says."""

@@ -125,6 +125,7 @@ def test_compile_says_what_is_wrong(
     for arguments, text in (
         ([str(saved), "--shapes", "8x8"], "a graph has its shapes and types"),
         ([f"{model}:nothing"], "has no attribute 'nothing'; give FILE.py:NAME or MODULE:NAME"),
+        ([f"{model}:doubled"], "give the shapes of its arguments, as --shapes 16x4096"),
         ([f"{model}:number"], "it is int, and no function"),
         ([f"{tmp_path / 'no.py'}:f"], "FileNotFoundError"),
         ([f"{model}:doubled", "--shapes", "8xn"], "--shapes 8xn: give extents and a type"),
@@ -277,19 +278,21 @@ def test_the_cache(
 
     monkeypatch.setenv("CUTESUPER_CACHE", str(tmp_path / "cache"))
     store = KernelCache()
+    tensor = {"kind": "tensor", "shape": [16, "M"], "dtype": "float16"}
+    taken = {"arguments": [tensor, {"kind": "int"}], "symbols": {}}
     entries = [
-        store.store(digit * 64, {"function": f"kernel_{digit}"}, dict.fromkeys(FILES, b"12345"))
+        store.store(digit * 64, {"arch": "sm_90a", "arguments": taken}, dict.fromkeys(FILES, b"1"))
         for digit in "ab"
     ]
     assert main(["cache", "size"]) == 0
-    assert "2 kernel(s), 30 bytes" in capsys.readouterr().out
+    assert "2 kernel(s), 6 bytes" in capsys.readouterr().out
     assert main(["cache", "list"]) == 0
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == [
-        "kernel_a", "kernel_b"
-    ]  # fmt: skip
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        [digit * 16, "sm_90a", "3", "bytes", "16xM", "float16"] for digit in "ab"
+    ]
     assert main(["cache", "verify"]) == 0
     assert entries[0].path
-    (entries[0].path / FILES[0]).write_bytes(b"54321")
+    (entries[0].path / FILES[0]).write_bytes(b"2")
     assert main(["cache", "verify"]) == 1
     assert "a" * 64 + ": damaged" in capsys.readouterr().out
     assert main(["cache", "clear"]) == 0

@@ -18,7 +18,6 @@ from cutesuper.runtime.compile import (
     CompileRequest,
     compile_kernel,
     compile_many,
-    native_arch,
 )
 from tests import kernels
 
@@ -193,12 +192,3 @@ def test_damaged_object_is_compiled_again(tmp_path: Path) -> None:
     assert not second.from_cache
     assert second.object == first.object  # compiling is deterministic
     assert compile_kernel(request, cache).from_cache
-
-
-def test_native_arch() -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        assert native_arch().startswith(f"sm_{major}{minor}")
-    else:
-        assert native_arch() == "sm_90a"

@@ -89,7 +89,7 @@ def test_ways_are_compared_and_timed(
     name: str, example: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """What torch.compile has to compile runs eagerly: that needs no compiler for the CPU."""
+    """Code for torch.compile runs eagerly: that needs no compiler for the CPU."""
     pytest.importorskip("cutlass")
     reports = leave_inductor_out(monkeypatch)
     path, plot = tmp_path / "times.json", tmp_path / "plot.svg"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cutesuper.errors import CompileError, DeviceError, FormatError
+from cutesuper.pipeline import current_target
 from cutesuper.runtime import toolchain
 from cutesuper.runtime.arguments import RawTensor
 from cutesuper.runtime.cache import KernelCache
@@ -225,7 +226,7 @@ assert launch(0, arguments(x=(0, 0), z=(0, 0, 1024), y=(0, 0)), 5) == 0  # CUDA 
 def test_the_program_for_the_device_is_chosen(
     cache: KernelCache, both: Path, capability: int
 ) -> None:
-    """Of two architectures, when it is loaded; on another device CUDA is asked to run the first."""
+    """One of two architectures is picked at the load; another device asks CUDA to run the first."""
     script = f"""
 from cutesuper.errors import DeviceError
 import os
@@ -435,9 +436,7 @@ def test_export_needs_tools(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("exported", [False, True])
 def test_on_a_device(cache: KernelCache, tmp_path: Path, exported: bool) -> None:
-    from cutesuper.runtime.compile import native_arch
-
-    arch = native_arch()
+    arch = current_target().arch
     artifact = compile_kernel(kernels.request("scale_add", arch=arch, outputs=(2,)), cache)
     x = torch.randn(77, 1024, device="cuda", dtype=torch.bfloat16)
     z = torch.randn(77, 2048, device="cuda", dtype=torch.bfloat16)[:, :1024]

@@ -1,4 +1,4 @@
-"""What the backend takes of models of transformers: programs, and their results by the reference.
+"""The backend's share of models of transformers: programs, and their results by the reference.
 
 A golden file has a line for each region, with the operators of its kernel graph in order, and one
 for each reason why something is in no region.

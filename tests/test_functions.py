@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import cutesuper as cs
 from cutesuper.errors import OperatorError
@@ -18,7 +19,8 @@ from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.field import FieldAlgebra, uniform
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.ir.operators.pointwise import FUNCTIONS, Function, function
+from cutesuper.ir.operators.composed import COMPOSED, Hardtanh, Power
+from cutesuper.ir.operators.pointwise import FUNCTIONS, Clamp, Function, function
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.kernel.hostmath import HostMath
 from cutesuper.skeletons.planner import make_plan
@@ -83,6 +85,58 @@ def test_every_stage_knows_a_function(f: Any) -> None:
         assert is_known(name) or not exists
 
 
+ODD = (0.0, -0.0, inf, -inf, nan, 5e-324, -5e-324, 1e308, -1e308, 1.0, -1.0, 0.5, -0.5, 2, -2, 3,
+       -3, 5, -5)  # fmt: skip
+#: where PyTorch's own formula overflows, or takes the limit of a power
+PYTORCH_ONLY = {"square": (1e308, -1e308), "hardswish": (1e308,), "power": (-inf, -0.0)}
+#: where the reference has another slope
+OPERATOR = {"log1p_exp": F.softplus, "hardtanh": F.hardtanh}
+WITH = {"clamp": (-1.0, 3.0), "hardtanh": (-1.0, 3.0)}
+EXPONENTS = (-3.0, -2.0, -1.25, -0.75, 0.25, 0.75, 1.5, 2.5)
+ATTRIBUTES = {name: (a,) for name, a in WITH.items()} | {"power": tuple((e,) for e in EXPONENTS)}
+#: with a slope of 0, and one that is 0 at 0 by its own rule
+WITHOUT_SLOPE = ("step", "finite", "floor", "round", "root")
+OF_ONE = [(c.name, a) for c in (*FUNCTIONS, *COMPOSED, Clamp, Hardtanh, Power)
+          for a in ATTRIBUTES.get(c.name, ((),))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "attributes"), OF_ONE)
+def test_values_and_slopes_at_odd_points(name: str, attributes: tuple[float, ...]) -> None:
+    """Those of PyTorch's operator: zeros, infinities, NaN, where pieces meet, and for cotangents
+    that are zero, infinite or NaN."""
+    f, points = TABLE[name], [x for x in ODD if str(x) not in map(str, PYTORCH_ONLY.get(name, ()))]
+    x = torch.tensor(points, dtype=torch.float64)[:, None].repeat(1, 6).requires_grad_()
+    dy = torch.tensor([1, 0, -2, inf, -inf, nan], dtype=torch.float64).expand_as(x).contiguous()
+    g = new_kernel_graph()
+    t = g.new_input(tuple(x.shape), dtype="float32", name="x")
+    g.mark_output(getattr(g, name)(t, *attributes))
+    given = dict(zip(f.attributes, attributes, strict=bool(attributes))) or dict(f.attributes)
+    y = OPERATOR[name](x, *attributes) if name in OPERATOR else f.reference([x], given)
+    [found] = evaluate(g.expanded(), [x.detach()], torch.float64)
+    torch.testing.assert_close(found, y.detach(), equal_nan=True, rtol=1e-9, atol=1e-15)
+    if name not in WITHOUT_SLOPE:
+        y.backward(dy)
+        [found] = evaluate(cs.grad(g), [x.detach(), dy], torch.float64)
+        torch.testing.assert_close(found, x.grad, equal_nan=True, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["maximum", "raised", "xlogy", "mul"])
+def test_slopes_of_two_numbers_at_odd_points(name: str) -> None:
+    """Those of PyTorch's operator, for ties, infinities and NaN, summed over what was repeated."""
+    points = torch.tensor([x for x in ODD if abs(x) != 1e308], dtype=torch.float64)
+    x, y = (points.view(s).clone().requires_grad_() for s in ((-1, 1), (1, -1)))
+    dy = torch.tensor([1, inf, nan, 0], dtype=torch.float64)[:, None, None]
+    dy = dy.expand(4, len(points), len(points)).contiguous()
+    g = new_kernel_graph()
+    a, b = (g.new_input((4, *shape), name=n) for n, shape in (("a", x.shape), ("b", y.shape)))
+    g.mark_output(g.apply(name, a, b))
+    x, y = (t.detach().expand(4, *t.shape).contiguous().requires_grad_() for t in (x, y))
+    TABLE[name].reference([x, y], {}).backward(dy)
+    found = evaluate(cs.grad(g), [x.detach(), y.detach(), dy], torch.float64)
+    for t, d in zip((x, y), found, strict=True):
+        torch.testing.assert_close(d, t.grad, equal_nan=True, rtol=1e-9, atol=1e-15)
+
+
 def test_devices_have_the_functions() -> None:
     pytest.importorskip("cutlass")
     from cutesuper.device.math import DeviceMath
@@ -132,3 +186,12 @@ def test_unknown_facets_are_refused() -> None:
     with pytest.raises(OperatorError, match="no function has the facet at_infinity"):
         function("nothing", "0.", lambda g, x, y, dy: None, at_infinity=0.0)
     assert "nothing" not in TABLE
+
+
+def test_parts_of_a_function_are_stored_unrounded() -> None:
+    """1 + tanh(u) cancels: kernels that store tanh(u) for each other store it as float32."""
+    g = new_kernel_graph()
+    g.mark_output(g.square(g.apply("gelu_tanh", g.new_input((8, 64), "float16"))))
+    *parts, last, square = g.expanded().nodes[1:]
+    assert {n.dtype.name for n in parts if n.operator != "constant"} == {"float32"}
+    assert (last.dtype.name, square.dtype.name) == ("float16", "float16")

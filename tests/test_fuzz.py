@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from cutesuper.errors import CutesuperError
+from cutesuper.errors import CompileError, CutesuperError
 from cutesuper.ir.operators.base import TABLE
-from tests.fuzz import check, functions, judge, limits, minimise
+from tests.fuzz import __main__ as fuzz_main
+from tests.fuzz import attention, check, functions, judge, limits, minimise, needs
 from tests.fuzz.__main__ import main
 from tests.fuzz.arithmetic import Ball, Balls, Numbers
 from tests.fuzz.check import Settings, check_case
@@ -31,7 +32,7 @@ from tests.fuzz.runs import EVERY, Plan, Replay, drawn, run
 from tests.ptx.run import PtxError, TooLarge
 
 ROOT = Path(__file__).parent.parent
-#: seconds that the random programs of this file may take, and how many of each front there are
+#: seconds that a run of random programs may take, and how many programs there are of a front
 SECONDS, PROGRAMS = 30.0, 24
 #: programs that are right or refused on a machine without a GPU, whatever it is: no time decides
 CALM = Settings(budget_s=None, keep=2, limit_s=300.0, slow_s=300.0)
@@ -132,7 +133,7 @@ def test_judge_refuses_what_is_wrong(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_judge_refuses_an_error_four_times_what_is_allowed(dtype: str) -> None:
-    """Of one element, and spread over all of them where each one alone would do."""
+    """An error of one element, and one spread over all where each alone would do."""
     _, [want] = expected_of(replace(NORM, sources=(replace(MATRIX, dtype=dtype),)))
     v, e = want.ball.v, want.ball.e
     one = v.clone()
@@ -200,7 +201,140 @@ def test_nothing_is_known_next_to_a_pole_or_beyond_the_range() -> None:
     assert not m.store(large, torch.float16, limited=False).e.isinf().any()
 
 
+def ball(v: Any, e: float) -> Ball:
+    x = torch.tensor(v, dtype=torch.float64)
+    return Ball(x, torch.full_like(x, e))
+
+
+def test_a_periodic_function_is_looked_at_where_it_turns() -> None:
+    """The cosine at both ends of a whole turn is what it is in the middle."""
+    m, turn = Balls(), 2 * torch.pi
+    assert float(m.function(torch.cos, ball(1.0, turn)).e) == pytest.approx(1 + 0.5403, rel=1e-3)
+    assert float(m.function(torch.sin, ball(0.5, 0.1)).e) < 0.1
+
+
+def test_nothing_is_known_of_a_quotient_by_what_may_be_zero() -> None:
+    e = Balls().function(torch.div, ball([1.0, 1.0], 0.0), ball([1.0, 3.0], 2.0)).e
+    assert e.isinf().tolist() == [True, False]
+    assert Balls().function(torch.div, ball(1.0, 0.0), ball(0.0, 0.0)).e < 1e-30
+
+
+def test_sums_that_cancel_are_as_far_off_as_their_terms_are_rounded() -> None:
+    """(1 + x) + y and (1 + y) + x, with x = -1."""
+    m, y = Balls(), torch.linspace(1e-3, 2e-3, 64).double()
+    one = m.plus(torch.add, ball(1.0, 0.0), ball(-1.0, 0.0))
+    found = m.plus(torch.add, one, Ball(y, torch.zeros_like(y)))
+    other = ((1 + y.float()) - 1).double()
+    assert ((other - y).abs() <= found.e).all() and found.e.max() < 1e-6
+    assert m.plus(torch.add, ball(0.0, 0.0), ball(0.0, 0.0)).e == 0
+
+
+def test_products_and_sums_may_be_taken_in_any_order() -> None:
+    """In float32 1e30 1e30 0 is NaN or 0, and 1e-30 1e-30 1e30 1e30 may be anything."""
+
+    def known(*factors: float) -> bool:
+        m, x = Balls(), ball(list(factors), 0.0)
+        return bool(FORMULAS["prod"](m, [x], {"dim": 0}, torch.float32).e.isfinite())
+
+    assert not known(1e30, 1e30, 0.0) and not known(1e-30, 1e-30, 1e30, 1e30)
+    assert known(1e30, 1e5, 0.0) and known(1e-30, 1e-30) and known(2.0, -3.0, 5.0)
+    sums = Balls().sum(ball([[3e38, 3e38, -3e38], [1e38, 1e38, -1e38]], 0.0), -1)
+    assert sums.e.isinf().flatten().tolist() == [True, False]
+
+
+def test_functions_made_of_exponentials_may_overflow_where_these_do() -> None:
+    """PyTorch's sinh(89) is 2.2e38, or infinite in a vector of a CPU."""
+    for name in ("sinh", "cosh"):
+        found = FORMULAS[name](Balls(), [ball([88.0, -89.0], 0.0)], {}, torch.float32)
+        assert found.e.isinf().tolist() == [False, True]
+
+
+def test_an_element_is_sure_to_be_the_largest_if_no_other_may_be() -> None:
+    """And the number of those that are is at least 1."""
+    m = Balls()
+    found = m.largest(ball([[1.0, 2.0, 3.0], [2.9, 3.0, 1.0]], 0.1), -1)
+    assert found.v.tolist() == [[0, 0, 1], [0, 1, 0]]
+    assert found.e.tolist() == [[0, 0, 0], [1, 1, 0]] and m.jumped
+    ties = Balls()
+    assert ties.largest(ball([2.0, 2.0, 1.0], 0.0), -1).v.tolist() == [1, 1, 0] and not ties.jumped
+
+
+def test_a_row_of_minus_infinity_that_no_mask_hides_has_no_softmax() -> None:
+    lifted = (Step("lift", (0, 1.0)), Step("rotate_half", (1,)), Step("softmax", (2,), {"dim": 1}))
+    graph = Case((Source((1, 1, 2), "float32"),), lifted, ((3, None),)).graph()
+    [want] = judge.expected(graph, [torch.zeros(1, 1, 2)])
+    assert want.ball.v.isnan().all()
+
+
+def test_what_overflows_says_nothing_about_other_elements() -> None:
+    v = torch.tensor([1.0, 7e4]).double()
+    bound = judge.spread(v, [torch.tensor([1.001, torch.inf]).double()], torch.float16)
+    assert 1e-3 < bound[0] < 1e-2 and bound[1] == torch.inf
+
+
+def test_outputs_whose_bounds_say_nothing_are_not_counted_as_right() -> None:
+    large = Case((Source((8, 32), "bfloat16", exponent=12),), (Step("square", (0,)),
+                 Step("cos", (1,))), ((2, None),))  # fmt: skip
+    _, [want] = expected_of(large)
+    assert judge.judge(want.ball.v.to(want.dtype), want).kind == "unjudged"
+    tally = Tally()
+    for kind in ("unjudged", "right", "right", "refused", "right"):
+        tally.add(Outcome(kind), set())
+    assert "unjudged: 25.0%" in tally.text()
+
+
 # ------------------------------------------------------------------------------- what is planted
+
+TYPES = ("float16", "bfloat16", "float32")
+#: programs that are steep, that turn, that cancel, that are at the end of a range
+STEEP = {
+    "cos of a product": (
+        ((16, 64), (64, 24)), (Step("matmul", (0, 1)), Step("mul", (2, 0.125)), Step("cos", (3,)))
+    ),
+    "attention": (
+        ((2, 12, 64), (2, 40, 64), (2, 40, 32)),
+        (Step("scaled_dot_product_attention", (0, 1, 2), {"is_causal": False, "scale": 0.25}),),
+    ),
+    "exp": (
+        ((16, 48),), (Step("mul", (0, 3.0)), Step("exp", (1,)), Step("mean", (2,), {"dim": -1})),
+    ),
+    "sums": (((16, 40), (40,)), (Step("add", (0, 1)), Step("sub", (2, 1.0)))),
+    "a gradient of max": (
+        ((24, 16),), (Step("silu", (0,)), Step("max", (1,), {"dim": 0}), Step("at_least", (1, 2)),
+                      Step("sum", (3,), {"dim": 0}), Step("div", (0, 4)), Step("mul", (3, 5))),
+    ),
+    "prod": (
+        ((12, 8),), (Step("sin", (0,)), Step("add", (1, 1.5)), Step("prod", (2,), {"dim": -1})),
+    ),
+    "sinh": (((16, 16),), (Step("mul", (0, 2.0)), Step("sinh", (1,)))),
+    "layer norm": (((16, 64),), (Step("square", (0,)), Step("layer_norm", (1,), {"eps": 1e-5}))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", STEEP)
+def test_the_judge_sees_what_is_planted(name: str, dtype: str) -> None:
+    """A wrong sign, a wrong scale, a lost term, one wrong element, elements in a wrong place."""
+    shapes, steps = STEEP[name]
+    case = Case(tuple(Source(s, dtype) for s in shapes), steps,
+                ((len(shapes) + len(steps) - 1, None),), seed=7)  # fmt: skip
+    inputs, [want] = expected_of(case)
+    v = want.ball.v
+    right = v.to(want.dtype)
+    assert judge.judge(right, want).kind == "right"
+    for sample in want.samples:
+        assert judge.judge(sample.to(want.dtype), want).kind == "right"
+    lost = [x.clone() for x in inputs]
+    lost[-1].select(max(0, lost[-1].dim() - 2), 0).zero_()  # a term of the sum, or a row
+    single = right.clone()
+    single.view(-1)[int(v.abs().argmin())] += 0.6 * v.abs().max()
+    faults = {
+        "sign": -right, "scale": (v * 1.25).to(want.dtype), "one element": single,
+        "place": right.roll(1, 0),
+        "term": judge.run(case.graph(), lost, Numbers())[0].to(want.dtype),
+    }  # fmt: skip
+    missed = [what for what, y in faults.items() if not judge.judge(y, want).wrong]
+    assert not missed
 
 
 @pytest.fixture
@@ -304,6 +438,33 @@ def test_tallies_add_up_and_are_written(tmp_path: Any) -> None:
     assert a.counts["wrong"] == 3 and len(a.findings) == 1 and "3 wrong" in a.text()
 
 
+def test_what_kernels_need_is_asked_for_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that launches nothing is no run: it fails, before or after."""
+
+    def said(*given: str, run: Any = main) -> str:
+        assert run([*given, "--seconds", "0"]) == 2
+        return capsys.readouterr().err
+
+    with monkeypatch.context() as m:
+        m.setattr(torch.cuda, "is_available", lambda: False)
+        m.setattr(needs, "dsl_versions", dict)
+        m.setattr(needs.shutil, "which", lambda _: None)
+        assert "needs gcc" in said("--ptx") and "needs a GPU" in said("--gpu")
+        assert "needs a GPU" in said("--gpu", run=attention.main)
+
+    def none() -> None:
+        raise CompileError("needs CuTe DSL")
+
+    with monkeypatch.context() as m:
+        m.setattr(needs, "dsl_versions", none)
+        assert all("CuTe DSL" in said(*way) for way in (["--gpu"], ["--ptx"], ["--compile", "1"]))
+    for module, command in ((fuzz_main, main), (attention, attention.main)):
+        monkeypatch.setattr(module, "missing", lambda *_: "")
+        assert "NOTHING WAS LAUNCHED" in said("--gpu", run=command)
+
+
 def test_processes_share_the_programs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     file = tmp_path / "found.json"
@@ -326,7 +487,7 @@ def test_kernels_are_compiled_where_asked() -> None:
 
 
 def test_what_the_machine_of_ptx_says_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel may not do is a finding, whatever its registers are; too much work is none."""
+    """A forbidden access is a finding, whatever its registers are; too much work is none."""
 
     def found(error: Exception) -> Outcome:
         def launch(*_: Any) -> None:
@@ -360,11 +521,11 @@ def test_kernels_of_random_programs_on_a_gpu(front: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch warns of what is drawn
-@pytest.mark.parametrize(("front", "first", "step"), [("graph", 2, EVERY), ("torch", 0, 1)])
+@pytest.mark.parametrize(("front", "first", "step"), [("graph", 2, EVERY), ("torch", 0, EVERY)])
 def test_random_programs_are_right_or_refused(front: str, first: int, step: int) -> None:
-    """Of a fixed seed; a failure prints the program made small, and how to run it again. The other
-    graphs go the same way, and on to the machine of tests/ptx, in the last test."""
-    plan = Plan(seed=2026, first=first, step=step, seconds=SECONDS / 2, cases=PROGRAMS // step,
+    """A fixed seed; a failure prints the program made small, and how to run it again. The last test
+    draws both fronts in turn, others than these, and runs them on the machine of tests/ptx."""
+    plan = Plan(seed=2026, first=first, step=step, seconds=SECONDS, cases=PROGRAMS // step,
                 front=front, limit_s=200.0)  # fmt: skip
     tally = run(plan)
     assert not tally.findings, "\n".join(f["replay"] for f in tally.findings)
@@ -409,4 +570,5 @@ def test_kernels_of_random_programs_on_the_machine_of_ptx(tmp_path: Path) -> Non
                str(PROGRAMS), "--seconds", str(SECONDS), "--json", str(file)]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(file.read_text())["counts"]["right"] > 0
+    found = json.loads(file.read_text())
+    assert found["counts"]["right"] > 0 and found["launched"] > 0

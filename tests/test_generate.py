@@ -218,7 +218,7 @@ def test_draws_are_those_of_the_seed(graphs: list[Recording]) -> None:
     ids=str,
 )  # fmt: skip
 def test_distributions(options: dict[str, Any]) -> None:
-    """Those that transformers samples from, by a chi-squared statistic; nothing else is drawn."""
+    """As transformers samples, by a chi-squared statistic; nothing else is drawn."""
     logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(4)) * 2
     warpers: list[Any] = [transformers.TemperatureLogitsWarper(options["temperature"])]
     if "top_k" in options:

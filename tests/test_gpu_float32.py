@@ -160,7 +160,7 @@ def test_what_is_cut_off_does_not_add_up() -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_gradients(precision: str) -> None:
-    """Of both operands; those of W contract the rows, for which X is copied once."""
+    """Gradients of both operands; those of W contract the rows, for which X is copied once."""
     torch.set_float32_matmul_precision(precision)
     try:
         model = torch.nn.Linear(96, 72, device="cuda")

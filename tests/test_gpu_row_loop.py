@@ -232,7 +232,7 @@ def with_labels(kernel: Kernel, m: int, n: int, dtype: DType, seed: int) -> list
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_labels(name: str) -> None:
-    """Of the first and the last column, of any, and of none."""
+    """Picks of the first and the last column, of any, and of none."""
     make, m, n = LOSSES[name]
     kernel = row_kernel(make())
     assert len(plan_of(kernel).picked) == 2
@@ -287,7 +287,7 @@ def test_long_sums_in_float32() -> None:
 
 
 def test_32_warps_of_2_blocks() -> None:
-    """What a block's warps leave is read 16 bytes at a time, behind 8 bytes of what is sent."""
+    """Values of a block's warps are read 16 bytes at a time, behind 8 bytes that are sent."""
     schedule = RowLoopSchedule(1024, 8, 4, 1, blocks=66)
     kernel = row_kernel(rms_forward(100, 65536, 2), schedule=schedule)
     same_bits(kernel, zoo.draw(kernel.graph, 1, "cuda"))
@@ -565,7 +565,7 @@ DEPENDENT: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_a_dependent_launch_waits_for_its_inputs(name: str) -> None:
-    """Which come from a slow kernel of PyTorch, launched just before."""
+    """The inputs come from a slow kernel of PyTorch, launched just before."""
     kernel = row_kernel(DEPENDENT[name](), dependent=True)
     inputs = zoo.draw(kernel.graph, 11, "cuda")
     want = check(kernel, inputs)

@@ -504,7 +504,7 @@ def test_unknown_inputs(quick: None) -> None:
 
 
 def test_a_weight_with_symbolic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That gradient adds up rows whose number is not known: the loop ends where the call says."""
+    """The gradient adds up rows whose number is not known: the loop ends where the call says."""
     uncompiled(monkeypatch)
     name, rows = "norm and linear", cs.symbol("M", 64)
     kernel = kernel_of(name, torch.bfloat16, rows=rows)
@@ -716,7 +716,7 @@ STOPPED: dict[str, tuple[Any, str]] = {
 def test_what_changes_gradients_and_not_values_is_refused(
     name: str, recorded: bool, quick: None
 ) -> None:
-    """Whether or not gradients are recorded while it is traced."""
+    """The same whether gradients are recorded during the trace or not."""
     fn, message = STOPPED[name]
     x = leaf(4, 64)
     with torch.set_grad_enabled(recorded):

@@ -134,6 +134,16 @@ def test_parts_of_a_kernel_do_not_know_each_other_in_circles() -> None:
     assert circles(edges) == []
 
 
+def test_what_decides_does_not_know_architectures_by_name() -> None:
+    """It reads the numbers of a target, and calls what `device` has."""
+    names = re.compile(
+        r"\b(sm_1\d\d|tcgen05|tensor memory|clusterlaunch\w*|b[23]00)\b|blackwell", re.I
+    )
+    decides = ("ir", "autodiff", "egraph", "verify", "search", "skeletons", "tune", "pipeline")
+    texts = {n: p.read_text() for n, p in MODULES.items() if n.split(".")[0] in decides}
+    assert [n for n, text in texts.items() if names.search(text)] == []
+
+
 def test_only_kernels_import_cute() -> None:
     wrong: list[str] = []
     for path in MODULES.values():
@@ -204,6 +214,31 @@ def test_search_knows_skeletons_by_the_registry() -> None:
         if other.startswith("skeletons.") and other.split(".")[1] not in allowed
     ]
     assert not wrong
+
+
+SKELETONS = "|".join(p.parent.name for p in (PACKAGE / "skeletons").glob("*/skeleton.py"))
+ARCHITECTURES = "|".join(p.parent.name for p in (PACKAGE / "device").glob("*/products.py"))
+#: what stands for one skeleton, or for one architecture
+ONE = re.compile(rf"(skeletons\.({SKELETONS})|(device|targets)\.({ARCHITECTURES}))\b")
+
+
+def test_one_line_names_a_skeleton_or_an_architecture() -> None:
+    """A skeleton is a folder and a line of the registry; an architecture a folder of ``device/``, a
+    file of ``targets/`` and a line in each. `reducing` divides rows too long for kernels."""
+
+    def one(name: str) -> str:
+        found = ONE.match(name)
+        return found.group() if found else ""
+
+    naming = {
+        name
+        for name, path in MODULES.items()
+        for other in imports(path, types=True)
+        if one(other) not in ("", one(name))
+        and not name.startswith("targets.")  # Blackwell's numbers are Hopper's until measured
+    }
+    lines = {"skeletons.registry", "device.products", "targets"}
+    assert naming == lines | {"torch.compile.reducing"}
 
 
 #: folders that compare operations with names of operators: the table itself, and that of another

@@ -250,7 +250,7 @@ def test_forty_diamonds_are_compiled() -> None:
 
 
 def test_derivatives_of_diamonds() -> None:
-    """What may hold a sum, or vanish where scores are hidden, is looked at once."""
+    """Values that may hold a sum, or vanish where scores are hidden, are visited once."""
     g = new_kernel_graph()
     q, k, v = (g.new_input((64, 64)) for _ in range(3))
     s = g.causal_mask(g.matmul(q, k))
@@ -283,7 +283,7 @@ def test_two_thousand_operators_after_a_product_and_beside_a_sum_over_rows() -> 
 
 
 def test_a_thread_has_few_elements_of_many_values() -> None:
-    """What does not fit into the registers of a thread is not asked of it."""
+    """A thread is not given more than its registers hold."""
     g = grad(rows(lambda g, x: chain(g, g.softmax(chain(g, x, 20)), 20)))
     (plan,) = plans(search(g, H200, options=LOWERED).candidates[0].mugraph)
     assert isinstance(plan, RowPlan)

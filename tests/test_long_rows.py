@@ -58,7 +58,7 @@ def small(cases: Iterable[str], *names: str) -> list[Any]:
 
 
 def test_tensors_of_rows_may_have_any_size() -> None:
-    """Of products they may not: their offsets have 32 bits."""
+    """Rows of products may not: their offsets have 32 bits."""
     g = rows((70000, 32768), build=lambda g, x: g.softmax(x, 1))
     check_definition("superoptimize", g)
     [step] = found(g).candidates[0].mugraph.steps

@@ -201,7 +201,7 @@ TENSOR_KEPT = ("UTCHMMA", "LDTM", "STTM", "UTCBAR", "UTMALDG", "LDG.E.128", "STG
 
 
 def tensor_instructions(plan: Any) -> str:
-    """What is kept of the code for B200, as golden text."""
+    """The golden text of the code for B200."""
     r = check_resources(plan, compiled(plan, B200.arch))
     lines = [f"{r.threads} threads, {r.shared_bytes} bytes of shared memory, no stack"]
     return "\n".join(lines + [f"{k:<12}{r.instructions[k]:>4}" for k in TENSOR_KEPT

@@ -1,4 +1,4 @@
-"""What the compiler makes of attention loops: resources, instructions, launches, exports. No GPU is
+"""The compiler's output for attention loops: resources, instructions, launches, exports. No GPU is
 needed."""
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def instructions(found: Any) -> int:
 @needs_sass
 @pytest.mark.parametrize("dtype", [cs.bfloat16, cs.float16])
 def test_instructions_of_losses(dtype: Any) -> None:
-    """Of 32 elements of a thread: 1 to make each wide, 4 for the exponential and its sum, a third
+    """For 32 elements of a thread: 1 to make each wide, 4 for the exponential and its sum, a third
     of one for the maximum. Comparing each with the label took 15 of them, and 115 registers."""
     _, mu = losses(4096, 4096, dtype=dtype)
     plan = make_plan(mu.steps[0], mu.tensors, H200)
@@ -155,7 +155,7 @@ def test_instructions_of_losses(dtype: Any) -> None:
 @needs_sass
 @pytest.mark.parametrize("dtype", [cs.bfloat16, cs.float16])
 def test_instructions_of_rows(dtype: Any) -> None:
-    """Of the other skeleton of rows. LayerNorm: 1 to make wide each of x, weight and bias, 2 sums,
+    """In the kernel that holds rows. LayerNorm: 1 to make wide each of x, weight and bias, 2 sums,
     6 in all for them and the result; it had 16 with 117 registers."""
     norm, soft = cs.new_kernel_graph(), cs.new_kernel_graph()
     x, w, b = (norm.new_input(s, dtype=dtype) for s in ((M, 4096), (4096,), (4096,)))
@@ -171,7 +171,7 @@ def test_instructions_of_rows(dtype: Any) -> None:
 
 
 def test_every_way_occurs() -> None:
-    """Of the planner's choices, which move with measurements, the cases still have all."""
+    """The cases still have all of the planner's choices, which move with measurements."""
     plans = [plan_of(name) for name in CASES]
     for ways in (
         {p.schedule.stages > 0 for p in plans}, {p.schedule.kept for p in plans},

@@ -84,7 +84,7 @@ def test_the_reference_is_a_triangle(m: int, n: int, alignment: str) -> None:
 @pytest.mark.parametrize("m", [3, 8, 11])
 @pytest.mark.parametrize("alignment", ALIGNMENTS)
 def test_a_symbolic_number_of_rows(m: int, alignment: str) -> None:
-    """Where there are more rows than columns, the offset is 0."""
+    """The offset is 0 if there are more rows than columns."""
     g = new_kernel_graph()
     y = g.causal_mask(g.new_input((symbol("M", 4), 8)), alignment)
     assert y.shape == (symbol("M", 4), 8)

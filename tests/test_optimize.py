@@ -133,7 +133,8 @@ def test_explain_tells_the_whole_story() -> None:
     text = kernel_of("norm_linear").explain()
     for title in ("program", "search", "muGraph", "verification", "cost", "alternatives", "plan"):
         assert f"== {title} ==\n" in text
-    assert "optimized for h200 (sm_90a)" in text
+    assert text.startswith("optimized for h200 (sm_90a)\n")
+    assert kernel_of("symbolic").explain().startswith("optimized for h200 (sm_90a), for M = ")
     assert "false accept below 2^-" in text
     assert "statistic0 per row, in the same loop" in text
     assert "0 bytes of stack" in text and "predicted" in text

@@ -1,4 +1,4 @@
-"""What is built of the sources: the page that an index shows, types for others, what is in it."""
+"""Wheel and sdist: the page that an index shows, types for others, what is in it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def test_the_description_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     text = described((ROOT / "README.md").read_text())
     assert len(text) > 3000 and "<!--" not in text
     assert re.findall(r"\]\((?!https?:)", text) == []
+    assert described("a\n\n[b](c) ·\n[d](e)\n\nf\n") == "a\n\nf\n"
     assert described("a [b](docs/c.md) [`d`](https://e)\n") == "a b [`d`](https://e)\n"
 
 

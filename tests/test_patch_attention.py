@@ -52,7 +52,7 @@ def static_cache(model: Any) -> Any:
 
 @pytest.mark.parametrize("window", [64, 16, 5])
 def test_sliding_windows(window: int, calls: Any) -> None:
-    """Those that hide nothing yet are none."""
+    """Masks that hide nothing yet are none."""
     model = new_model("Mistral", sliding_window=window, num_hidden_layers=1)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False,
                                "cache_implementation": "static"}  # fmt: skip

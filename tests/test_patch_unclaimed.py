@@ -1,4 +1,4 @@
-"""What `cs.patch` leaves, and the reasons in its report."""
+"""Modules that `cs.patch` leaves, and the reasons in its report."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_emulated_places_of_infinities_and_nan_are_pytorchs() -> None:
 
 
 def test_other_places_are_refused() -> None:
-    """Of other elements, of the least one, along another dimension, and of shifted elements."""
+    """Places of other elements, of the least one, along another dimension, of shifted ones."""
     g = places((24, 24))
     mu = best(g)
     for other in (

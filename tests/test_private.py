@@ -92,7 +92,7 @@ def test_another_owner(folder: Path, chown: Chown) -> None:
 
 
 def test_owners_that_do_not_matter(folder: Path, chown: Chown) -> None:
-    """Of a file that the user names its owner is trusted, but nobody who can put one there."""
+    """The owner of a file that the user names is trusted, others who can put one there are not."""
     chown(folder, STRANGER)
     assert why(folder, any_owner=True) == ""
     folder.parent.chmod(0o1777)

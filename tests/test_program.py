@@ -309,7 +309,7 @@ def test_what_it_says(one: Path) -> None:
 
 @pytest.fixture
 def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens a library fails."""
+    """Every attempt to open a library fails."""
 
     def refuse(*args: Any) -> None:
         raise AssertionError("the library was opened")

@@ -240,6 +240,7 @@ PROGRAMS: dict[str, tuple[Callable[[], KernelGraph], int]] = {
     "in the middle": (lambda: put(lambda g, x: g.softmax(x, -1), (3, 9, 64), 5, 1), 1),
     "columns": (lambda: put(lambda g, x: g.exp(x), (6, 20), 5, 1), 1),
     "a row": (lambda: put(lambda g, x: g.exp(x), (9, 64), 1), 1),
+    "an element": (lambda: put(lambda g, x: g.mean(x, -1), (1,), 1, 0, 2), 1),
     "elements": (lambda: put(lambda g, x: g.exp(x), (20,), 5), 1),
     "values of rows": (lambda: put(lambda g, x: g.sum(x, 1), (20, 1), 5, 0, 5, 64), 1),
     "reordered": (lambda: put(lambda g, x: g.transpose(x, (0, 2, 1, 3)), (2, 4, 9, 64), 8, 2,
@@ -248,6 +249,9 @@ PROGRAMS: dict[str, tuple[Callable[[], KernelGraph], int]] = {
     "kept as well": (kept_and_put, 1),
     "a product": (lambda: put(lambda g, x: g.matmul(x, g.new_input((64, 64))), (32, 64), 8), 1),
     "heads of a product": (lambda: put(of_heads, (4, 32, 64), 8, 1, 8, 64), 1),
+    "products of a batch": (lambda: put(of_heads, (9, 24, 64), 4, 0, 4, 24, 64), 1),
+    "products in the middle": (
+        lambda: put(lambda g, x: g.matmul(x, g.new_input((2, 3, 64, 64))), (2, 5, 8, 64), 3, 1), 1),
     "products of many rows": (lambda: put(lambda g, x: g.relu(g.matmul(x, g.new_input((64, 96)))),
                                           (200, 96), 72, 0, 72, 64), 1),
     "keys and values": (keys_and_values, 1),
@@ -327,7 +331,14 @@ def test_what_is_read_elsewhere_is_not_changed_in_place() -> None:
 
 NUMBERS = ["alone", "in the middle", "columns", "a row", "elements", "values of rows", "reordered",
            "taken", "kept as well", "a sum over rows"]  # fmt: skip
-PRODUCTS = ["a product", "heads of a product", "products of many rows", "keys and values"]
+PRODUCTS = [
+    "a product",
+    "heads of a product",
+    "products of a batch",
+    "products in the middle",
+    "products of many rows",
+    "keys and values",
+]
 
 
 @pytest.mark.gpu

@@ -78,13 +78,24 @@ def test_what_only_roundings_decide_does_not_count(name: str) -> None:
 #: condition hides anything (6 seeds of 40); another condition where one of the two hides a row of 8
 #: as a whole and the other does not (6 of 30); a maximum of what is hidden where all is (1 in
 #: 1000); a maximum under a label in the last row of a whole sequence, the only one that a causal
-#: mask shows (all seeds).
+#: mask shows (all seeds); a length that hides the one column that a label picks (3 of 20).
 RARE = {
     "causal": (528886953513, 9, "causal False"),
     "condition": (216599205014, 7, "operand 0 is 0"),
     "label": (778748076998, 6, "add for maximum"),
     "maximum": (242296210489, 14, "operand 0 is 13"),
+    "length": (708269013308, 7, "length_mask dropped"),
 }
+
+
+def test_what_only_roundings_leave_does_not_count() -> None:
+    """x - (x + y) is -y, whatever x is; next to an x of 1e13 nothing is left of y in float64."""
+    graph, mu = random_program(998851417634)
+    mutant = dict(mutations(mu, 0, 13, mu.steps[0].program.ops[13]))["operand 1 is 6"]
+    assert Verifier(graph, seed=0).check(mutant, bound=False, full=True)
+    assert Judge(graph, mu).distinguished(mutant, accepted=True) is None
+    wrong = dict(mutations(mu, 0, 16, mu.steps[0].program.ops[16]))["add for sub"]
+    assert Judge(graph, mu).distinguished(wrong, accepted=True) is not None
 
 
 @pytest.mark.parametrize("name", RARE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import cutesuper as cs
 from cutesuper.errors import LoweringError, OptionError, TraceError
+from cutesuper.targets import find_target
 from cutesuper.torch.compile import trace
 from cutesuper.torch.compile.trace import superoptimize_callable
 from tests.tracing import Reference, check, randn, traced
@@ -58,9 +60,20 @@ def test_parts_without_a_kernel_are_pytorchs(monkeypatch: pytest.MonkeyPatch) ->
     assert len(program.regions) == 2
     monkeypatch.setattr(Reference, "explain", lambda self: "", raising=False)
     monkeypatch.setattr(Reference, "predicted_us", 1.25, raising=False)
+    monkeypatch.setattr(Reference, "target", find_target("h200"), raising=False)
+    monkeypatch.setattr(Reference, "kernels", ["k0"], raising=False)
+    bound = SimpleNamespace(bound_log2=-71.5)
+    variant = SimpleNamespace(verification=bound, cut="cut short by Ctrl-C")
+    monkeypatch.setattr(Reference, "variant", variant, raising=False)
     lines = program.explain().splitlines()
     assert lines[0].endswith("2 region(s), 2.50 us predicted, and 1.50 us at least of PyTorch's")
-    assert any(line.startswith("PyTorch computes 1 operator(s), 1.5 us") for line in lines)
+    totals = lines[lines.index("  kernels   2") :]
+    assert totals[2].endswith("2 of 2 region(s) verified over finite fields, 2 of them wrong with "
+                              "less than 2^-71")  # fmt: skip
+    assert totals[3] == "  search    region 0: cut short by Ctrl-C"
+    assert totals[5].startswith("  region 0  1.25 us, 1 kernel(s), test_rest.py:")
+    assert any(line.startswith("PyTorch computes 1 operator(s), 1.5 us") for line in totals[7:9])
+    assert any(line.endswith(": X is x") for line in totals)
     assert any("1 x aten.linear.default: no products today (test_rest.py:" in n for n in lines)
 
 

@@ -102,6 +102,25 @@ def test_wrong_programs_are_not_verified() -> None:
             check_mugraph(change(mu, 0, place, attributes={"along": along}))
 
 
+def test_softmax_of_moved_halves_is_verified() -> None:
+    """Sums that a maximum rescales are those of the scores of moved elements, too."""
+    g = cs.new_kernel_graph()
+    q, k, v = (g.new_input((2, 128, 64), "bfloat16") for _ in range(3))
+    cos = g.new_input((128, 64), "bfloat16")
+    q, k = (g.mul(g.rotate_half(x), cos) for x in (q, k))
+    g.mark_output(g.matmul(g.softmax(g.causal_mask(g.matmul(q, g.transpose(k)))), v))
+    mu = best(g)
+    assert any(op.rescaled for step in mu.steps for op in step.program.ops)
+    assert cs.verify(g, mu)
+    at, ops = next(
+        (n, s.program.ops)
+        for n, s in enumerate(mu.steps)
+        if any(op.facets.turns for op in s.program.ops)
+    )
+    place = next(i for i, op in enumerate(ops) if op.facets.turns)
+    assert not cs.verify(g, change(mu, at, place, kind="neg", attributes={}))
+
+
 def test_pieces_are_refused() -> None:
     g = cs.new_kernel_graph()
     x, y = (g.new_input((8, 32), name=n) for n in "xy")

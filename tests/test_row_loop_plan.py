@@ -205,7 +205,7 @@ def test_rows_of_several_labels() -> None:
 
 
 def test_positions_make_a_row_loop() -> None:
-    """Which the other skeleton of rows does not know."""
+    """The kernel that holds rows does not know these."""
     b = Block({"M": 64, "N": 512}, {"M.grid": 64}, {"M": 1, "N": 512})
     x = b.op("causal_mask", b.load("x", "M", "N"), rows="M", columns="N", alignment="top_left")
     b.store("y", b.op("exp", x), "M", "N")
@@ -255,7 +255,7 @@ def test_plans_of_any_extents(
 
 @pytest.mark.parametrize("cluster", [1, 4])
 def test_sums_of_one_element(cluster: int) -> None:
-    """What a label picks is no reduction: the maximum and the sum of exponentials travel alone."""
+    """A pick by a label is no reduction: the maximum and the sum of exponentials travel alone."""
     p = plan_case(losses(M, 65536, 4) if cluster > 1 else losses(M, 4096))
     kinds = [[p.program.ops[i].kind for i in level.reductions] for level in p.levels]
     assert kinds == [["max"], ["sum"], []]
@@ -643,7 +643,7 @@ def test_what_is_not_kept_is_computed_in_pieces() -> None:
 
 
 def test_sums_leave_before_results_that_follow() -> None:
-    """Where something follows them, and where nobody reads the ring through which groups meet."""
+    """If results follow, and nobody reads the ring through which groups meet."""
     assert plan_of(BACKWARD).leaves_early
     assert not plan_of("column sum").leaves_early  # nothing follows
     assert not plan_of("rms backward, few rows").leaves_early  # blocks do not meet
@@ -713,7 +713,7 @@ def test_sums_in_float32_add_fewer_rows(weight: DType, groups: int) -> None:
 def test_long_sums_in_float32_are_added_in_groups(
     rows: Dim, n: int, dtype: DType, carries: bool
 ) -> None:
-    """Where a thread has registers for both, and results show it."""
+    """If a thread has registers for both, and results show the difference."""
     plan = plan_case(column_sum(rows, n, 132, 2, dtype=dtype))
     check(plan)
     assert plan.carries_sums == carries

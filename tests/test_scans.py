@@ -124,7 +124,7 @@ def test_refusals() -> None:
 
 
 def test_sums_of_fp32_are_pairs() -> None:
-    """Of 16-bit results rounding hides what is left."""
+    """Rounding hides the rest in 16-bit results."""
     for dtype, words in (("float32", 2), ("bfloat16", 1)):
         mu = best(scanned((24, 4096), dtype=dtype))
         plan = make_plan(mu.steps[0], mu.tensors, H200)

@@ -238,7 +238,7 @@ def column_sums(p: Block) -> None:
 
 
 def reduced_scalar(p: Block) -> None:
-    """What is reduced along the columns is reduced again."""
+    """A reduction along the columns is reduced again."""
     p.store("V", p.op("sum", p.op("sum", 3, over="N"), over="M"), None)
 
 
@@ -410,7 +410,7 @@ def test_row_schedules_cover_rows_of_any_length(n: int, dtype: str, norm: bool) 
 
 
 def test_the_longest_rows() -> None:
-    """Of those that are reduced; a row loop reads them as well, and longer ones."""
+    """Rows that are reduced; a row loop reads them as well, and longer ones."""
     step, shape = rows_block(2, MAX_ROW + 1, norm=True).step("rows"), (2, MAX_ROW + 1)
     tensors = specs({"X": shape, "Z": shape})
     with pytest.raises(LoweringError, match=r"rows: rows of 32769 elements are longer than the"):
@@ -569,7 +569,10 @@ GOOD = schedule_dict(MatmulSchedule(4))
         ({}, "'kind' must be one of"),
         ({"kind": "columns"}, "'kind' must be one of"),
         ({"kind": ["matmul"]}, "'kind' must be one of"),
-        ({"kind": "matmul"}, "missing or unknown fields: bulk_store, dependent_launch, head"),
+        (
+            {"kind": "matmul"},
+            "missing or unknown fields: bulk_store, dependent_launch, hand_out, head",
+        ),
         ({**GOOD, "depth": 1}, "missing or unknown fields: depth"),
         ({**GOOD, "kind": "rows"}, "RowSchedule: missing or unknown fields"),
         ({**GOOD, "stages": "4"}, "stages='4' is not a int"),
@@ -612,6 +615,8 @@ def test_keys_see_everything_else() -> None:
         other = replace(given, **{knob: others.get(knob, not old)})
         if other.bulk_store:  # its pieces have 32 rows; 4 stages are what `tall` has anyway
             keys.append(key_of(tall, schedule=replace(other, stages=3)))
+        elif other.hand_out:  # of blocks that walk, on a GPU that does it
+            keys.append(base.plan(B200, schedule=replace(other, persistent=132)).key)
         elif other.warpgroups:
             keys.append(key_of(base, schedule=other))
     assert len(set(keys)) == len(keys)

@@ -559,7 +559,7 @@ def test_every_split_of_rms_norm_linear() -> None:
 
 
 def test_attention_in_one_program() -> None:
-    """What no skeleton runs yet is found by the classes: one pass over keys and values."""
+    """Classes find one pass over keys and values, which no skeleton runs yet."""
     space = _program(attention(safe=False))
     keys = next(n for n, d in space.program.dims.items() if d == 4096)
     looped = [s for s in splits(space.program) if f"{keys}.loop" in s.parts(keys)]

@@ -119,7 +119,7 @@ def test_every_way_to_a_goal_is_in_its_table(name: str) -> None:
 
 @pytest.mark.usefixtures("_larger_parts")
 def test_what_subtraction_hides() -> None:
-    """Where terms cancel a goal may be out of reach; nowhere else."""
+    """A goal may be out of reach only where terms cancel."""
     forward = Forward((K, frozenset()), ("exp",), ("sub", "mul"), (*SUM, ("max", "K")), 3)
     goals = [i for i, n in enumerate(forward.cost) if n > 0]
     lost = [forward.show(i) for i in goals if not all(_table(forward, i).finished())]

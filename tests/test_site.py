@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 import cutesuper as cs
+from tests.browser import PATIENCE, browser, find_browser
 from tests.pages import PAGES, ROOT
 
 #: what a browser loads by itself
@@ -43,9 +45,14 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the site is built."""
+    return tmp_path_factory.mktemp("site")
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path) -> dict[str, Page]:
     """The pages of the site, by their path in it."""
-    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
@@ -70,6 +77,26 @@ def test_nothing_comes_from_elsewhere(site: dict[str, Page]) -> None:
     loads = {name: target for name, page in site.items() for target in page.loads}
     assert loads
     assert not {n: t for n, t in loads.items() if re.match(r"([a-z]+:)?//", t)}
+
+
+def test_search_without_a_server(site: dict[str, Page], folder: Path) -> None:
+    """The pages are searched as files, where a browser starts no workers."""
+    if find_browser() is None:
+        pytest.skip("needs a browser")
+    del site  # is built
+    typed = """(q => {
+        q.focus(); q.value = 'sliding window';
+        for (const kind of ['input', 'keyup']) q.dispatchEvent(new Event(kind, {bubbles: true}));
+    })(document.querySelector('[data-md-component=search-query]'))"""
+    with browser() as page:
+        page.open(folder / "howto/norm.html")
+        page.run(typed)
+        until, found = time.monotonic() + PATIENCE, []
+        while not found and time.monotonic() < until:
+            time.sleep(0.05)
+            found = page.all(".md-search-result__link", "e.href")
+        assert any(link.endswith("#how-do-i-get-a-sliding-window") for link in found)
+        assert not [r for r in page.requests if not r.startswith(("file:", "data:"))]
 
 
 def test_what_is_hidden_in_pages_is_not_in_the_site(site: dict[str, Page]) -> None:

@@ -13,7 +13,7 @@ from cutesuper.report import plan_text
 from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
 from cutesuper.skeletons.matmul.schedule import shared_by
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.targets import H200
+from cutesuper.targets import B200, H200
 from tests.plans import Linear, compiled, specs
 
 LARGE = Linear(m=4096, k=4096, n=4096, tile_m=128, tile_n=256, tile_k=64)
@@ -130,12 +130,22 @@ def test_pieces_take_shared_memory() -> None:
         (replace(LARGE, k=256), {"persistent": 132}, "more iterations than stages, not 4 and 4"),
         (LARGE, {"helpers": 3}, "3 helper warps; use 2 or 4"),
         (Linear(), {"bulk_store": True}, "32 rows in a tile at least"),
+        (LARGE, {"hand_out": True}, "h200 (sm_90a) does not hand out blocks"),
     ],
 )  # fmt: skip
 def test_refusals(linear: Linear, knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         with_knobs(linear, **knobs)
     assert str(caught.value).startswith("kernel linear: ") and message in str(caught.value)
+
+
+def test_handed_out_tiles_are_a_block_each() -> None:
+    schedule = LARGE.plan(B200).schedule
+    assert not schedule.hand_out  # not measured
+    plan = LARGE.plan(B200, schedule=replace(schedule, hand_out=True))
+    assert schedule.persistent == 148 and grid_shape(plan) == (plan.tiles, 1, 1)
+    with pytest.raises(ScheduleError, match="hand_out=True needs blocks that walk"):
+        LARGE.plan(B200, schedule=replace(schedule, hand_out=True, persistent=0))
 
 
 def test_fp32_outputs_leave_directly() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import cutesuper as cs
 from cutesuper.errors import (
+    CompileError,
     GraphError,
     LoweringError,
     OptionError,
@@ -38,6 +39,7 @@ from tests.tracing import (
     GatedMLP,
     Reference,
     check,
+    exported,
     randn,
     traced,
 )
@@ -382,9 +384,15 @@ def test_what_no_kernel_runs_together_is_named_with_its_lines(
         )
 
 
-def test_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TraceError, match=r"torch.export cannot trace it"):
+def test_what_cannot_be_exported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = r"the value of a tensor decides at test_trace\.py:\d+, .*; write it with torch\.where"
+    with pytest.raises(TraceError, match=text):
         traced(monkeypatch, lambda x: x * 2 if x.sum() > 0 else x, (X,))
+    with pytest.raises(TraceError, match=r"if the function itself raises with these arguments"):
+        traced(monkeypatch, lambda x: x @ x[:2, :2, :2], (X,))
+    assert not [r for r in caplog.records if r.name == "torch._subclasses.fake_tensor"]
 
 
 def test_a_dynamic_extent_that_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -594,6 +602,8 @@ def test_a_decorated_function_can_be_looked_at(tmp_path: Path) -> None:
     assert scaled.explain() == scaled.program(randn(4, 64)).explain()
     scaled.draw(tmp_path / "scaled.svg")
     assert (tmp_path / "scaled.svg").read_text().startswith("<svg")
+    with pytest.raises(CompileError, match=r"cannot write .*: No such file"):
+        scaled.export(tmp_path / "none" / "scaled.so", header=tmp_path / "scaled.h")
 
 
 def test_a_module_that_changes_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,6 +668,18 @@ SLOPES = {
     "smooth l1": lambda x: F.smooth_l1_loss(x, 0.5 * x, reduction="none"),
     "huber": lambda x: F.huber_loss(x, 0.5 * x, reduction="none"),
 }  # fmt: skip
+
+
+def test_pooling_to_one_element_gives_its_gradient_to_the_first() -> None:
+    """It is a maximum along one dimension, which kernels compute where nothing is recorded."""
+    graph = exported(lambda x: F.adaptive_max_pool2d(x, 1) * 2, (torch.ones(2, 3, 4, 5),)).graph
+    assert any(str(n.target) == "aten.max.dim" for n in graph.nodes)
+
+
+def test_a_low_threshold_of_softplus(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.tensor([[-1.0, 2, 5, 7, 20]])
+    program = traced(monkeypatch, lambda x: F.softplus(x, 0.5, 3.0), (x,))
+    torch.testing.assert_close(program(x), F.softplus(x, 0.5, 3.0))
 
 
 @pytest.mark.parametrize("name", SLOPES)

@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import gc
+import logging
 import types
 import weakref
 from collections.abc import Callable
@@ -515,6 +516,72 @@ def test_functions_that_change_what_they_read(optimized: Any) -> None:
     program = optimized(module, X)
     module.table = torch.ones(32)
     same(program, module, X)
+
+
+def test_recurrent_layers(optimized: Any) -> None:
+    """They keep lists of their weights, which they make anew under `torch.export`."""
+    layer = nn.LSTM(32, 4, batch_first=True)
+    program = optimized(lambda x: layer(x)[0], X)
+    layer.load_state_dict(nn.LSTM(32, 4, batch_first=True).state_dict(), assign=True)
+    same(program, lambda x: layer(x)[0], X)
+    assert len(program._traces) == 1
+
+
+LOGGER = logging.getLogger("tests.logged")
+
+
+def test_a_logger_is_no_state(optimized: Any) -> None:
+    """Its handlers have streams, which are iterators, and it remembers levels that were asked."""
+
+    def logged(x: Tensor) -> Tensor:
+        LOGGER.debug("called")
+        return x * 2
+
+    handler = logging.StreamHandler()
+    LOGGER.addHandler(handler)
+    program = optimized(logged, X)
+    LOGGER.removeHandler(handler)
+    same(program, logged, X)
+    assert len(program._traces) == 1
+
+
+def _seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return x + torch.rand(32)
+
+
+def _forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return F.dropout(x, 0.5)
+
+
+def test_functions_that_seed_their_random_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A traced program would draw others at every call."""
+    own: Any = lambda x: x + torch.randn(32, generator=torch.Generator().manual_seed(1))  # noqa: E731
+    for fn in (_seeded, _forked, own):
+        with pytest.raises(TraceError, match=r"draws random numbers, .*outside of the function"):
+            cs.superoptimize(fn, (X,), rest="torch")
+    traced(monkeypatch, lambda x: F.dropout(x, 0.5, torch.manual_seed is None) * 2, (X,))
+    outside = torch.Generator()
+    fn: Any = lambda x: x + torch.rand(32, generator=outside)  # noqa: E731
+    program = traced(monkeypatch, fn, (X,), rest="torch")
+    outside.manual_seed(3)
+    found = program(X)
+    outside.manual_seed(3)
+    torch.testing.assert_close(found, fn(X))
+
+
+def test_dropout_drops_what_pytorch_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random operators stay whole where others are decomposed."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(32, track_running_stats=False))
+    program = traced(monkeypatch, model, (X[0],), rest="torch")
+    torch.manual_seed(1)
+    found = program(X[0])
+    torch.manual_seed(1)
+    torch.testing.assert_close(found, model(X[0]), rtol=1e-4, atol=1e-5)
 
 
 def test_what_changes_at_every_call_is_refused(

@@ -90,7 +90,7 @@ def test_complex_numbers_on_a_gpu(name: str) -> None:
     ("none", 1), ("none", 7), ("bool", 1), ("bool", 7), ("float", 7), ("positions", 1),
 ])  # fmt: skip
 def test_attention_that_pytorch_composes_is_one_region(mask: str, length: int) -> None:
-    """What a GPU without a kernel for shared keys and a mask is given."""
+    """The program for a GPU without a kernel for shared keys and a mask."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
         visible = {
@@ -265,6 +265,17 @@ def test_infinities_that_are_chosen_on_a_gpu() -> None:
     x, y = randn(4, 40000).cuda(), torch.zeros(4, 40000).cuda()
     y[:, :20000] = 1.0
     check(cs.superoptimize(softmin, (x, y)), softmin, (x, y))
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+def test_slopes_of_a_mean_of_a_linear_layer() -> None:
+    """A backward pass with a sum over everything beside its products."""
+    x, w, c = (t.half().cuda().requires_grad_() for t in (randn(8, 1, 8), randn(8, 8), randn(8)))
+    mean = lambda x, w, c: F.linear(x, w, c).mean()  # noqa: E731
+    program = cs.superoptimize(mean, (x, w, c))
+    found, wanted = (torch.autograd.grad(f(x, w, c), (x, w, c)) for f in (program, mean))
+    torch.testing.assert_close(found, wanted)
 
 
 #: of these the kernels run without a GPU as well

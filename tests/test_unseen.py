@@ -226,7 +226,7 @@ def test_the_attention_loop_needs_no_guards() -> None:
 
 @pytest.mark.parametrize("name", [n for n in GRAPHS if n != "attention_of_few_rows"])
 def test_guards_stand_in_every_plan(name: str) -> None:
-    """Where scores are hidden, and in kernels that read what another one made of them; once."""
+    """Once where scores are hidden, and in kernels that read another one's results of them."""
     choice = chosen(name)
     mu = choice.candidate.mugraph
     tensors = followed(mu)
@@ -318,7 +318,7 @@ def test_rows_that_are_only_ever_hidden_whole_are_verified(
 
 
 def gradient_of_weights() -> KernelGraph:
-    """Of exponentials divided by their sum: a number divided by a sum of nothing."""
+    """Exponentials divided by their sum: a number divided by a sum of nothing."""
     g = new_kernel_graph()
     x, lengths = g.new_input((4, 8, 16), "float32", "x"), g.new_input((4,), "int32", "lengths")
     e = g.exp(g.length_mask(x, lengths, causal=True))
@@ -401,7 +401,7 @@ def test_other_infinities_are_left_alone() -> None:
 @pytest.mark.parametrize("save", ["auto", "none"])
 @pytest.mark.parametrize("name", [*FUNCTIONS, "attention"])
 def test_gradients_of_hidden_rows_are_zero(name: str, save: str) -> None:
-    """Those of the scores; what is kept of such a row (a maximum of -inf, a sum of 0) does no
+    """Rows of scores; what is kept of such a row (a maximum of -inf, a sum of 0) does no
     harm. Values of attention get nothing from the row."""
     graph = GRAPHS[name if name == "attention" else f"rows_{name}"]()
     names = [graph.nodes[i].name for i in graph.inputs]

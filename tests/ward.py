@@ -12,6 +12,7 @@ Source: https://github.com/gpu-verifier/sentryward, version 0.1.1.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import struct
@@ -59,6 +60,12 @@ def given(plan: Any, arch: str = "sm_100a") -> Given:
     return Given(plan, artifact.ptx, launch, tensors)
 
 
+def digest(kernel: Given, reference: str = "") -> str:
+    """A name for all that the verifier is given of a kernel: its text, its launch, a reference."""
+    text = json.dumps([readable(kernel.ptx), described(kernel), reference], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def arrays(plan: Any) -> list[tuple[tuple[int, ...], str]]:
     """Shapes and types of the arguments, and of scratch memory."""
     return [
@@ -70,7 +77,7 @@ def arrays(plan: Any) -> list[tuple[tuple[int, ...], str]]:
 def verdict(
     kernel: Given, reference: str = "", planted: Callable[[str], str] = str, seconds: int = 300
 ) -> dict[str, Any]:
-    """What the verifier says of a kernel.
+    """The verifier's verdict on a kernel.
 
     Args:
         kernel: as it is launched.
@@ -202,7 +209,7 @@ def function(plan: Any, expression: str) -> str:
 
 
 def binding(plan: Any) -> dict[str, Any]:
-    """Which arguments of the kernel are those of the function, and their layouts."""
+    """The kernel's arguments that are those of the function, and their layouts."""
     names = {a.name: f"6:global{len(a.name)}:{a.name}" for a in plan.arguments}
     sides = {
         "allocations": {names[a.name]: a.name for a in plan.arguments},

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from tests.fuzz.needs import NOTHING, NOTHING_LAUNCHED, missing
 from tests.fuzz.outcome import Tally
 from tests.fuzz.runs import Plan, Replay, replayed, run
 from tests.fuzz.workers import in_processes
@@ -27,9 +28,10 @@ def arguments(given: list[str]) -> argparse.Namespace:
     p.add_argument("--step", type=int, default=1, help="every so manieth program")
     p.add_argument(
         "--front",
-        choices=("graph", "torch", "both"),
+        choices=("graph", "torch", "pieces", "both"),
         default="both",
-        help="kernel graphs, functions of PyTorch, or both (default)",
+        help="kernel graphs, functions of PyTorch, or both (default); or programs around one "
+        "concatenation",
     )
     p.add_argument("--budget", type=float, default=1.0, help="seconds of one search (default: 1)")
     p.add_argument(
@@ -62,8 +64,12 @@ def arguments(given: list[str]) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Returns 1 where something was found."""
+    """Returns 1 where something was found, 2 where kernels should have been launched and none was:
+    for want of something, which is said before anything else is done."""
     a = arguments(sys.argv[1:] if given is None else given)
+    if why := missing(a.gpu, a.ptx, a.compile > 0):
+        print(why, file=sys.stderr)
+        return NOTHING
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.simplefilter("ignore")
     plan = Plan(
@@ -83,6 +89,9 @@ def _run(a: argparse.Namespace, plan: Plan) -> int:
     print(tally.text())
     if a.json:
         tally.save(a.json)
+    if (a.gpu or a.ptx) and not tally.launched:
+        print(NOTHING_LAUNCHED, file=sys.stderr)
+        return NOTHING
     return 1 if tally.findings else 0
 
 

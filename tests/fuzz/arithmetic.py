@@ -7,7 +7,8 @@ far a value may be off if every operation is rounded in whatever way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -21,6 +22,8 @@ Function = Callable[..., Tensor]
 CHAIN = 256
 #: units in the last place by which a function of the hardware may be off in float32
 FUNCTION_ULP = 8.0
+#: a periodic function is largest or smallest here, and at every multiple of pi further on
+TURNS: dict[Function, float] = {torch.sin: math.pi / 2, torch.cos: 0.0}
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -64,6 +67,18 @@ class Numbers:
         y = f(*args)
         return y if exact else self._noise(y, y.abs(), FUNCTION_ULP / 4)
 
+    def jump(self, f: Function, *args: Tensor, choice: bool = False) -> Tensor:
+        """A function that jumps; ``choice``: where its first operand is one half."""
+        return f(*args)
+
+    def plus(self, f: Function, x: Tensor, y: Tensor) -> Tensor:
+        """A sum or difference, which may be part of a longer one that is taken in any order."""
+        return self._noise(self.function(f, x, y), _terms(x, y), 1.0)
+
+    def any_order(self, found: Tensor, x: Tensor, dim: int) -> Tensor:
+        """A product of elements, which may be multiplied in any order."""
+        return found
+
     def sum(self, x: Tensor, dim: int) -> Tensor:
         """Sum, with the dimension."""
         return self._noise(x.sum(dim, keepdim=True), x.abs().sum(dim, keepdim=True), 1.0)
@@ -75,6 +90,10 @@ class Numbers:
     def max(self, x: Tensor, dim: int) -> Tensor:
         """Maximum, with the dimension."""
         return x.amax(dim, keepdim=True)
+
+    def largest(self, x: Tensor, dim: int) -> Tensor:
+        """1 for elements that are the maximum, 0 for the others."""
+        return (x >= x.amax(dim, keepdim=True)).double()
 
     def place(self, x: Tensor, dim: int) -> Tensor:
         """Place of the maximum, with the dimension."""
@@ -137,9 +156,16 @@ class Balls:
     """Numbers with bounds, to first order where that is all there is.
 
     Sums take the worst case of errors, so a bound grows with the number of terms; a function is
-    looked at where its argument is and at both ends of what that may be. Where it jumps, the jump
-    is the error.
+    looked at where its argument is, at both ends of what that may be, and where it turns in
+    between. Where it jumps, the jump is the error; nothing is known of a quotient whose divisor
+    may be on either side of zero.
+
+    Attributes:
+        jumped: a number may be on either side of a jump.
     """
+
+    def __init__(self) -> None:
+        self.jumped = False
 
     def given(self, x: Tensor) -> Ball:
         """An input."""
@@ -159,29 +185,72 @@ class Balls:
             if any(signs):
                 end = f(*(_end(a, s) for a, s in zip(args, signs, strict=True)))
                 e = torch.maximum(e, _distance(end, v))
+        for turn in _turns(f, args[0]):
+            e = torch.maximum(e, _distance(f(turn), v))
+        if f is torch.div:
+            pole = (args[1].e > 0) & (args[1].v.abs() <= args[1].e)
+            e = torch.where(pole, torch.inf, e)
         e = self._blurred(e, args)
         if exact:
             return self._ball(v, e)
         own = FUNCTION_ULP * unit(torch.float32) * _size(v) + smallest(torch.float32)
         return self._ball(v, torch.where((v == 0) & (e == 0), 0.0, e + own))
 
+    def jump(self, f: Function, *args: Ball, choice: bool = False) -> Ball:
+        """A function that jumps; ``choice``: where its first operand is one half."""
+        found = self.function(f, *args, exact=True)
+        low, high = (_end(args[0], s) > 0.5 for s in (-1.0, 1.0))
+        self.jumped |= bool((low != high if choice else found.e > 0).any())
+        return found
+
+    def plus(self, f: Function, x: Ball, y: Ball) -> Ball:
+        """A sum or difference, which may be part of a longer one that is taken in any order: it is
+        as far off as its terms are rounded, also where they cancel."""
+        found = self.function(f, x, y)
+        return self._ball(found.v, found.e + unit(torch.float32) * _terms(x.v, y.v))
+
+    def any_order(self, found: Ball, x: Ball, dim: int) -> Ball:
+        """A product of elements, which may be multiplied in any order.
+
+        Of those that are larger than 1 alone it must not overflow, and of those that are smaller
+        it must not vanish, or other factors make NaN, or nothing, of it.
+        """
+        size = _size(x.v) + torch.where(x.v.isfinite(), x.e, 0.0)
+        large = size.clamp(min=1.0).log().sum(dim, keepdim=True)
+        least = torch.where(size > 0, size, 1.0).clamp(max=1.0).log().sum(dim, keepdim=True)
+        lost = least < math.log(smallest(torch.float32))
+        lost &= found.v.abs() > smallest(torch.float32)
+        lost |= large > math.log(reach(torch.float32))
+        return self._ball(found.v, torch.where(lost, torch.inf, found.e))
+
     def sum(self, x: Ball, dim: int) -> Ball:
         """Sum, with the dimension."""
-        own = min(x.v.shape[dim], CHAIN) * unit(torch.float32)
-        e = x.e.sum(dim, keepdim=True) + own * _size(x.v).sum(dim, keepdim=True)
-        return self._ball(x.v.sum(dim, keepdim=True), e)
+        e = x.e.sum(dim, keepdim=True)
+        terms = _size(x.v).sum(dim, keepdim=True)
+        return self._total(x.v.sum(dim, keepdim=True), e, terms, x.v.shape[dim])
 
     def scan(self, x: Ball, reverse: bool) -> Ball:
         """Sums along the last dimension up to each element, or from each on."""
-        own = min(x.v.shape[-1], CHAIN) * unit(torch.float32)
-        e = _scanned(x.e, reverse) + own * _scanned(_size(x.v), reverse)
-        return self._ball(_scanned(x.v, reverse), e)
+        e, terms = _scanned(x.e, reverse), _scanned(_size(x.v), reverse)
+        return self._total(_scanned(x.v, reverse), e, terms, x.v.shape[-1])
 
     def max(self, x: Ball, dim: int) -> Ball:
         """Maximum, with the dimension."""
         v = x.v.amax(dim, keepdim=True)
         low, high = ((x.v + s * x.e).amax(dim, keepdim=True) for s in (-1.0, 1.0))
         return self._ball(v, torch.maximum(_distance(low, v), _distance(high, v)))
+
+    def largest(self, x: Ball, dim: int) -> Ball:
+        """1 for elements that are the maximum, 0 for the others: the maximum is one of them."""
+        low, high = x.v - x.e, x.v + x.e
+        two = high.topk(min(2, high.shape[dim]), dim).values
+        others = two.select(dim, -1).unsqueeze(dim) if two.shape[dim] == 2 else -torch.inf
+        most = two.narrow(dim, 0, 1)
+        known = low >= torch.where(high == most, others, most)  # no other element is larger
+        known |= high < low.amax(dim, keepdim=True)
+        self.jumped |= not bool(known.all())
+        v = (x.v >= x.v.amax(dim, keepdim=True)).double()
+        return Ball(v, torch.where(known, 0.0, 1.0).double())
 
     def place(self, x: Ball, dim: int) -> Places:
         """Place of the maximum: the first of exact elements, else any that may be the largest."""
@@ -197,10 +266,8 @@ class Balls:
 
     def matmul(self, x: Ball, y: Ball) -> Ball:
         """Product of matrices."""
-        own = min(x.v.shape[-1], CHAIN) * unit(torch.float32)
         a, b = _size(x.v), _size(y.v)
-        e = a @ y.e + x.e @ (b + y.e) + own * (a @ b)
-        return self._ball(x.v @ y.v, e)
+        return self._total(x.v @ y.v, a @ y.e + x.e @ (b + y.e), a @ b, x.v.shape[-1])
 
     def where(self, keep: Tensor, x: Ball, other: float) -> Ball:
         """x where something holds that has no error."""
@@ -222,6 +289,12 @@ class Balls:
         """The value as plain numbers."""
         return x.v
 
+    def _total(self, v: Tensor, e: Tensor, terms: Tensor, count: int) -> Ball:
+        """A sum in any order, of so many terms: the sum of their sizes says how large it may be on
+        the way."""
+        e = e + min(count, CHAIN) * unit(torch.float32) * terms
+        return self._ball(v, torch.where(terms > reach(torch.float32), torch.inf, e))
+
     def _blurred(self, e: Tensor, args: tuple[Ball, ...]) -> Tensor:
         """Nothing is known of what nothing is known of."""
         for a in args:
@@ -234,6 +307,21 @@ class Balls:
 
 def _scanned(x: Tensor, reverse: bool) -> Tensor:
     return x.flip(-1).cumsum(-1).flip(-1) if reverse else x.cumsum(-1)
+
+
+def _terms(x: Tensor, y: Tensor) -> Tensor:
+    """The size of the larger of two terms."""
+    return torch.maximum(_size(x), _size(y))
+
+
+def _turns(f: Function, x: Ball) -> Iterator[Tensor]:
+    """The first two turns of a function in what its argument may be: further ones are like them.
+    The argument itself where there are none."""
+    if f not in TURNS:
+        return
+    first = ((x.v - x.e - TURNS[f]) / math.pi).ceil() * math.pi + TURNS[f]
+    for turn in (first, first + math.pi):
+        yield torch.where(turn <= x.v + x.e, turn, x.v)
 
 
 def _end(x: Ball, sign: float) -> Tensor:

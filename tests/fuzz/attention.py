@@ -28,6 +28,7 @@ import torch.nn.functional as F
 import cutesuper as cs
 from cutesuper.errors import CutesuperError
 from cutesuper.verify.numeric import acceptable
+from tests.fuzz.needs import NOTHING, NOTHING_LAUNCHED, missing
 from tests.fuzz.outcome import Outcome, of_exception, of_machine, of_refusal
 from tests.ptx.device import emulated_gpu
 from tests.ptx.parse import PtxError
@@ -298,9 +299,17 @@ def _like(t: torch.Tensor, device: str) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------- judge
 
 
-def results(c: Call, d: Data, dtype: torch.dtype, written: bool = True) -> list[torch.Tensor]:
-    """The result and the gradients of query, key, value and a bias in ``dtype``: written out, or by
-    PyTorch's own operator, which does not compute the same roundings."""
+#: how a result is computed: written out, by PyTorch's operator, or as its fused operators do, which
+#: take the sums of a softmax's derivative from the result that they stored in 16 bits
+#: (arXiv:2205.14135, B.4); that rounding is drawn several times
+WRITTEN, OPERATOR, FUSED = "written", "operator", ("fused",) * 3
+
+
+def results(c: Call, d: Data, dtype: torch.dtype, how: str = WRITTEN) -> list[torch.Tensor]:
+    """The result and the gradients of query, key, value and a bias in ``dtype``; PyTorch's ways do
+    not compute the same roundings."""
+    fused = how == FUSED[0]
+    kept, dtype = dtype, torch.float32 if fused else dtype
     own = [torch.nan_to_num(t.detach()).to(dtype) for t in d.sides]
     bias = None if d.bias is None or c.mask == "hides" else d.bias.detach().to(dtype)
     leaves = [t.requires_grad_() for t in (*own, *([bias] if bias is not None else []))]
@@ -311,25 +320,38 @@ def results(c: Call, d: Data, dtype: torch.dtype, written: bool = True) -> list[
                 for t, w in zip((q, k), weights, strict=True))  # fmt: skip
     k, v = (t.repeat_interleave(c.group, 1) for t in (k, v))
     sees = d.sees if c.mask != "hides" or d.bias is None else d.sees & d.bias
-    y = _attended((q, k, v), bias, sees.expand(*q.shape[:3], c.keys), c.scale, written)
+    y, lse = _attended((q, k, v), bias, sees.expand(*q.shape[:3], c.keys), c.scale, how)
     if not c.gradients:
-        return [y.detach()]
-    return [y.detach(), *torch.autograd.grad(y, leaves, d.cotangent.to(dtype))]
+        return [y.detach().to(kept)]
+    made, cotangents = [y], [d.cotangent.to(dtype)]
+    if fused:
+        made, cotangents = [y, lse], [*cotangents, -_rounding(y.detach(), cotangents[0], kept)]
+    found = torch.autograd.grad(made, leaves, cotangents)
+    return [t.detach().to(kept) for t in (y, *found)]
+
+
+def _rounding(y: torch.Tensor, cotangent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The error of the sums of products of a result and its cotangent, rounded up or down at
+    random. As a cotangent of the logarithms of the rows' sums it is taken from all scores."""
+    near = 1 + (torch.rand_like(y) - 0.5) * torch.finfo(dtype).eps
+    return (((y * near).to(dtype) - y) * cotangent).sum(-1)
 
 
 def _attended(
-    sides: tuple[torch.Tensor, ...], bias: Any, sees: torch.Tensor, scale: Any, written: bool
-) -> torch.Tensor:
+    sides: tuple[torch.Tensor, ...], bias: Any, sees: torch.Tensor, scale: Any, how: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the logarithms of the sums of rows, which PyTorch's operator leaves out."""
     q, k, v = sides
     some = sees.any(-1, keepdim=True)
-    if not written:
+    if how == OPERATOR:
         mask = torch.zeros(sees.shape, dtype=q.dtype, device=q.device)
         mask = (mask if bias is None else mask + bias).masked_fill(~sees & some, -torch.inf)
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-        return y.masked_fill(~some, 0.0)
+        return y.masked_fill(~some, 0.0), y
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
-    return (scores.masked_fill(~sees, -torch.inf).masked_fill(~some, 0.0).softmax(-1) * sees) @ v
+    scores = scores.masked_fill(~sees, -torch.inf).masked_fill(~some, 0.0)
+    return (scores.softmax(-1) * sees) @ v, scores.logsumexp(-1)
 
 
 def found(c: Call, d: Data) -> list[torch.Tensor]:
@@ -363,7 +385,9 @@ def outcome(c: Call, device: str) -> Outcome:
         return of_exception(error, "call")
     names = ("result", "query", "key", "value", "bias")
     exact = results(c, d, torch.float64)
-    eager = [results(c, d, c.dtype, written) for written in (True, False)]
+    ways = WRITTEN, OPERATOR, *(FUSED if c.gradients else ())
+    torch.manual_seed(c.seed)
+    eager = [results(c, d, c.dtype, how) for how in ways]
     for name, mine, want, *others in zip(names, made, exact, *eager, strict=False):
         reports = [acceptable(mine, want, other, mine.dtype) for other in others]
         cancelled = not want.any() and mine.abs().max() < FLOOR / min(1.0, c.size)
@@ -376,7 +400,8 @@ def outcome(c: Call, device: str) -> Outcome:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Returns 1 where something was found."""
+    """Returns 1 where something was found, 2 where kernels should have been launched and none
+    was."""
     p = argparse.ArgumentParser(prog="python -m tests.fuzz.attention", description=__doc__)
     p.add_argument("--cases", type=int, default=100)
     p.add_argument("--seed", type=int, default=0)
@@ -387,6 +412,9 @@ def main(given: list[str] | None = None) -> int:
     p.add_argument("--verbose", action="store_true", help="print the reasons of refusals, too")
     a = p.parse_args(given)
     warnings.simplefilter("ignore")
+    if why := missing(a.gpu, a.ptx):
+        print(why, file=sys.stderr)
+        return NOTHING
     with emulated_gpu() if a.ptx else nullcontext():
         return _run(a, "cuda" if a.gpu or a.ptx else "cpu")
 
@@ -416,6 +444,9 @@ def _run(a: argparse.Namespace, device: str) -> int:
     for reason, count in reasons.most_common():
         if count:
             print(f"{count:6} refused: {reason}")
+    if (a.gpu or a.ptx) and not (bad or counts["right"]):
+        print(NOTHING_LAUNCHED, file=sys.stderr)
+        return NOTHING
     return 1 if bad else 0
 
 

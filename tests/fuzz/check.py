@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class Settings:
 
     Attributes:
         budget_s: of a search.
-        keep: candidates that are run.
+        keep: candidates that are run; with 0 nothing is searched.
         limit_s: processor seconds after which a program counts as a hang.
         slow_s: processor seconds after which it counts as slow.
         compile: kernels are compiled, too, which takes seconds.
@@ -90,9 +90,15 @@ class Wrong(Exception):
 
 
 class Stage:
-    """The name of what is being done, for whoever has to say where something happened."""
+    """The name of what is being done, for whoever has to say where something happened.
+
+    Attributes:
+        name: of it.
+        launched: a kernel was launched.
+    """
 
     name = "start"
+    launched = False
 
     def __call__(self, name: str) -> None:
         self.name = name
@@ -100,7 +106,13 @@ class Stage:
 
 def examined(examine: Any, settings: Settings) -> Outcome:
     """The outcome of ``examine(stage)``, whatever happens in it."""
-    stage, start = Stage(), time.process_time()
+    stage = Stage()
+    outcome = _examined(examine, settings, stage)
+    return replace(outcome, launched=stage.launched)
+
+
+def _examined(examine: Any, settings: Settings, stage: Stage) -> Outcome:
+    start = time.process_time()
     try:
         with limited(settings.limit_s):
             outcome = examine(stage)
@@ -155,6 +167,8 @@ class _Examination:
         verdict = held(run_reference(here, inputs), wanted, "reference")
         self.stage("expansion")
         held(run_reference(self._expanded(here), inputs), wanted, "expansion")
+        if not self.settings.keep:
+            return Outcome(verdict)
         check_candidates(graph, inputs, wanted, self.settings, self.stage)
         if self.case.wrt is None and self.case.seed % MUTANTS == 0:
             from tests.fuzz.mutants import check_mutant
@@ -247,7 +261,9 @@ def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[T
         dy = given.get(f"d{graph.nodes[i].name}")
         if dy is not None:
             total = total + (torch.where(dy == 0, 0.0, y) * dy.double()).sum()
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    found: Any = [None] * len(leaves)  # nothing that they reach has a slope
+    if total.requires_grad:
+        found = torch.autograd.grad(total, leaves, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
 
 

@@ -102,6 +102,7 @@ def launched(
     except NEEDING as error:
         raise Refused(error, "launch") from error
     torch.cuda.synchronize()
+    stage.launched = True
     held(outputs, wanted, "launch")
     return outputs
 
@@ -140,6 +141,7 @@ def _check_calls(program: Any, inputs: list[Tensor], wanted: list[Expected], sta
             first, again = program(*inputs), program(*inputs)
     except NEEDING as error:
         raise Refused(error, "call") from error
+    stage.launched |= bool(program.regions)
     for x, y in zip(first, again, strict=True):
         if not torch.equal(bits(x), bits(y)):
             raise Wrong("wrong", "function", "two calls give different bits")

@@ -36,6 +36,7 @@ DOMAINS: dict[str, tuple[tuple[str, float | None], ...]] = {
     "sqrt": (("square", None), ("add", 0.5)),
     "root": (("square", None),),
     "rsqrt": (("square", None), ("add", 0.5)),
+    "power": (("square", None), ("add", 0.5)),
     "acosh": (("square", None), ("add", 1.5)),
     "log1p": (("square", None),),
     "asin": (("sin", None), ("mul", 0.75)),
@@ -585,6 +586,12 @@ def _norm(d: Draw, op: Operator) -> None:
 @recipe("leaky_relu")
 def _leaky_relu(d: Draw, op: Operator) -> None:
     d.step("leaky_relu", d.value(), negative_slope=d.rng.choice((0.0, 0.01, 0.25, 2.0, -1.0)))
+
+
+@recipe("power")
+def _power(d: Draw, op: Operator) -> None:
+    exponent = d.rng.choice((-3.0, -2.0, -1.5, -0.75, 0.25, 0.75, 1.5, 2.5))
+    d.step("power", prepared(d, "power", d.value()), exponent=exponent)
 
 
 @recipe("root")

@@ -47,6 +47,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "acosh": torch.acosh,
     "atanh": torch.atanh,
     "erfc": torch.erfc,
+    "abs": torch.abs,
     "floor": torch.floor,
     "round": torch.round,
     "step": lambda x: (x > 0).double(),
@@ -61,15 +62,21 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "div": torch.div,
     "at_least": lambda x, y: (x >= y).double(),
     "maximum": torch.maximum,
+    "raised": torch.maximum,
+    "xlogy": torch.xlogy,
     "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
     "hide": lambda c, x: torch.where(c > 0.5, x, -torch.inf),
     "lift": lambda c, x: torch.where(c > 0.5, x, torch.inf),
 }
 
+#: a sum or difference may be part of a longer one that is taken in another order
+TERMS = {"add", "sub"}
 #: these have no rounding of their own
-EXACT = {"relu", "floor", "round", "step", "finite", "at_least", "maximum", "keep", "hide", "lift"}
+EXACT = {"abs", "relu", "maximum"}
 #: these jump: next to a threshold a right program may be on either side
-JUMPS = {"floor", "round", "step", "finite", "at_least", "keep", "hide", "lift"}
+JUMPS = {"floor", "round", "step", "finite", "at_least"}
+#: these choose by their first operand
+CHOICES = {"keep", "hide", "lift"}
 
 
 def formula(name: str) -> Callable[[Formula], Formula]:
@@ -83,10 +90,28 @@ def formula(name: str) -> Callable[[Formula], Formula]:
 
 
 def _elementwise(name: str, f: Callable[..., Tensor]) -> Formula:
+    if name in TERMS:
+        return lambda m, args, a, dtype: m.plus(f, *args)
+    if name in JUMPS | CHOICES:
+        return lambda m, args, a, dtype: m.jump(f, *args, choice=name in CHOICES)
     return lambda m, args, a, dtype: m.function(f, *args, exact=name in EXACT)
 
 
 FORMULAS |= {name: _elementwise(name, f) for name, f in (FUNCTIONS | PAIRS).items()}
+
+
+def _of_exponentials(f: Callable[[Tensor], Tensor]) -> Formula:
+    """A function that PyTorch makes of e^x and e^-x: vectors on a CPU overflow where one of these
+    does, a factor of 2 before the result."""
+
+    def formula(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+        parts = m.store(m.function(lambda x: x.abs().exp(), args[0]), dtype, limited=False)
+        return m.function(lambda x, _: f(x), args[0], parts)
+
+    return formula
+
+
+FORMULAS.update({name: _of_exponentials(FUNCTIONS[name]) for name in ("sinh", "cosh")})
 
 
 @formula("silu")
@@ -112,6 +137,58 @@ def _clamp(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype
 def _leaky_relu(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     leaky = torch.nn.functional.leaky_relu
     return m.function(lambda x: leaky(x, a["negative_slope"]), args[0])
+
+
+@formula("elu")
+def _elu(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    scales = a["alpha"], a["scale"], a["input_scale"]
+    return m.function(lambda x: torch.ops.aten.elu(x, *scales), args[0])
+
+
+@formula("softshrink")
+def _softshrink(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.function(lambda x: torch.nn.functional.softshrink(x, a["lambd"]), args[0])
+
+
+@formula("power")
+def _power(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A product of powers and roots of roots, which is NaN at -inf, where PyTorch's has a limit."""
+    n = a["exponent"]
+    limit = torch.nan if n % 1 else (-torch.inf) ** n
+    return m.function(lambda x: torch.where(x == -torch.inf, limit, x**n), args[0])
+
+
+@formula("hardswish")
+def _hardswish(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    above = m.function(lambda x: x + 3, args[0])
+    return m.function(lambda x, t: x * t.clamp(0, 6) / 6, args[0], above)
+
+
+@formula("sinc")
+def _sinc(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The angle is rounded, which counts where its sine is small."""
+    angle = m.function(lambda x: x * math.pi, args[0])
+    sine = m.function(torch.sin, angle)
+    return m.function(lambda s, x: torch.where(x == 0, 1.0, s / x), sine, angle)
+
+
+@formula("tan")
+def _tan(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A quotient, whose divisor may be on either side of zero."""
+    return m.function(torch.div, m.function(torch.sin, args[0]), m.function(torch.cos, args[0]))
+
+
+@formula("mish")
+def _mish(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """x times a number that underflows in float32 before the product does."""
+    return m.function(torch.mul, args[0], m.function(lambda x: x.exp().log1p().tanh(), args[0]))
+
+
+@formula("gelu_tanh")
+def _gelu_tanh(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """In the usual form, as `gelu`."""
+    inner = m.function(lambda x: math.sqrt(2 / math.pi) * (x + 0.044715 * x**3), args[0])
+    return m.function(lambda x, s: 0.5 * x * (1 + s), args[0], m.function(torch.tanh, inner))
 
 
 @formula("convert")
@@ -150,7 +227,7 @@ def _prod(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype)
         pairs = zip(parts[::2], parts[1::2], strict=False)
         rest = parts[-1:] if len(parts) % 2 else []
         parts = [m.function(torch.mul, x, y) for x, y in pairs] + rest
-    return parts[0]
+    return m.any_order(parts[0], args[0], a["dim"])
 
 
 @formula("max")
@@ -305,11 +382,11 @@ def _rms_norm(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dt
 def _layer_norm(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     n = m.value(args[0]).shape[-1]
     middle = _scaled(m, m.sum(args[0], -1), 1.0 / n)
-    centred = m.store(m.function(torch.sub, args[0], middle), dtype, limited=False)
+    centred = m.store(m.plus(torch.sub, args[0], middle), dtype, limited=False)
     squares = m.function(FUNCTIONS["square"], centred)
     y = m.function(torch.div, centred, _root(m, squares, a["eps"], n))
     y = m.function(torch.mul, m.store(y, dtype, False), args[1]) if len(args) > 1 else y
-    return m.function(torch.add, m.store(y, dtype, False), args[2]) if len(args) > 2 else y
+    return m.plus(torch.add, m.store(y, dtype, False), args[2]) if len(args) > 2 else y
 
 
 def _root(m: Arithmetic, squares: Any, eps: float, n: int) -> Any:
@@ -329,23 +406,24 @@ def _softmax_of(m: Arithmetic, x: Any, dim: int, dtype: torch.dtype, of_empty: f
 
 
 def softmax_by_data(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Softmax of rows that numbers of the program hide as a whole, as PyTorch has it: NaN."""
+    """Softmax where no mask hides a row as a whole: if all its numbers are -inf, NaN, as in
+    PyTorch."""
     return _softmax_of(m, args[0], a["dim"], dtype, torch.nan)
 
 
 @formula("logsumexp")
 def _logsumexp(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     _, e = _exponentials(m, args[0], a["dim"], dtype)
-    return m.function(
-        lambda s, top: torch.where(top.isfinite(), torch.log(s) + top, top),
-        m.sum(e, a["dim"]), m.max(args[0], a["dim"]),
+    return m.plus(
+        lambda log, top: torch.where(top.isfinite(), log + top, top),
+        m.function(torch.log, m.sum(e, a["dim"])), m.max(args[0], a["dim"]),
     )  # fmt: skip
 
 
 @formula("log_softmax")
 def _log_softmax(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     shifted, e = _exponentials(m, args[0], a["dim"], dtype)
-    return m.function(torch.sub, shifted, m.function(torch.log, m.sum(e, a["dim"])))
+    return m.plus(torch.sub, shifted, m.function(torch.log, m.sum(e, a["dim"])))
 
 
 @formula("cross_entropy")
@@ -355,7 +433,7 @@ def _cross_entropy(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: tor
     shifted, e = _exponentials(m, x, -1, dtype)
     own = labels.long().clamp(0, n - 1)
     picked = m.move(lambda t: t.gather(-1, own), shifted)
-    loss = m.function(torch.sub, m.function(torch.log, m.sum(e, -1)), picked)
+    loss = m.plus(torch.sub, m.function(torch.log, m.sum(e, -1)), picked)
     return m.function(torch.mul, loss, m.given(weights(labels, n, a["ignore_index"])), exact=True)
 
 
@@ -379,7 +457,7 @@ def _exponentials(m: Arithmetic, x: Any, dim: int, dtype: torch.dtype) -> tuple[
     """x - max, and its exponentials; -inf minus -inf is -inf."""
     top = m.max(x, dim)
     top = m.where(m.value(top) != -torch.inf, top, 0.0)
-    shifted = m.store(m.function(torch.sub, x, top), dtype, limited=False)
+    shifted = m.store(m.plus(torch.sub, x, top), dtype, limited=False)
     return shifted, m.store(m.function(torch.exp, shifted), dtype, limited=False)
 
 

@@ -243,10 +243,10 @@ ATTENTION = ("F.scaled_dot_product_attention({0}, {1}, {2})",
 
 def draw_function(seed: int, index: int) -> Function:
     """The function ``index`` of a seed."""
-    return _Draw(random.Random(f"{seed}:{index}:torch")).function()
+    return DrawFunction(random.Random(f"{seed}:{index}:torch")).function()
 
 
-class _Draw:
+class DrawFunction:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.dtype = rng.choice(("float32", "float16", "bfloat16"))
@@ -426,12 +426,8 @@ def _gradients(f: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
 def _expected(v: Tensor, eager: Tensor, noisy: list[Tensor], of_nan: float = 0.0) -> Expected:
     v = v.double()
     samples = (eager.double(), *(n.double() for n in noisy))
-    off = torch.stack([torch.where(s == v, 0.0, (s - v).abs()) for s in samples]).amax(0)
-    off = torch.where(v.isnan() & eager.isnan(), of_nan, torch.nan_to_num(off, torch.inf))
-    finite = off.isfinite() & v.isfinite()
-    top = float(torch.where(finite, off, 0.0).max()) if v.numel() else 0.0
-    size = float(torch.where(finite, v.abs(), 0.0).max()) if v.numel() else 0.0
-    e = 4 * off + top + 2 * unit(eager.dtype) * size
+    e = judge.spread(v, samples, eager.dtype)
+    e = torch.where(v.isnan() & eager.isnan(), of_nan, e)
     return Expected(Ball(v, e), samples, eager.dtype)
 
 

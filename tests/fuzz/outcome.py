@@ -24,18 +24,21 @@ class Outcome:
     """The outcome of one program.
 
     Attributes:
-        kind: "right"; "unjudged" (no element has a bound); "refused" (a documented error); "slow";
-            "too large" (for the machine of `tests.ptx`); or one of `FINDINGS`: "wrong" (a result),
-            "illegal" (what no kernel may do), "exception" (an undocumented one), "hang", "crash"
-            (of the process), "odd" (anything else that should not be).
+        kind: "right"; "unjudged" (most elements have no bound that says anything); "refused" (a
+            documented error); "slow"; "too large" (for the machine of `tests.ptx`); or one of
+            `FINDINGS`: "wrong" (a result), "illegal" (what no kernel may do), "exception" (an
+            undocumented one), "hang", "crash" (of the process), "odd" (anything else that should
+            not be).
         where: the stage, and of exceptions the class and the innermost line of the package: what
             makes two findings the same one.
         detail: for people.
+        launched: a kernel of it was launched.
     """
 
     kind: str
     where: str = ""
     detail: str = ""
+    launched: bool = False
 
     @property
     def key(self) -> str:
@@ -86,6 +89,7 @@ class Tally:
         findings: made small, one for each kind, place and set of operators.
         repeated: findings by kind and place, made small or not.
         seconds: of the whole run.
+        launched: programs of which a kernel was launched.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -94,10 +98,12 @@ class Tally:
     findings: list[dict[str, Any]] = field(default_factory=list)
     repeated: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    launched: int = 0
 
     def add(self, outcome: Outcome, operators: set[str]) -> bool:
         """Count one; whether it is a finding worth making small."""
         self.counts[outcome.kind] += 1
+        self.launched += outcome.launched
         self.operators.update(operators)
         if outcome.kind == "refused":
             self.refused[outcome.where] += 1
@@ -125,13 +131,14 @@ class Tally:
         known = {f["key"] for f in self.findings}
         self.findings += [f for f in other.findings if f["key"] not in known]
         self.seconds = max(self.seconds, other.seconds)
+        self.launched += other.launched
 
     def data(self) -> dict[str, Any]:
         """The outcome as JSON has it."""
         return {
             "counts": dict(self.counts), "refused": dict(self.refused.most_common()),
             "operators": dict(self.operators.most_common()), "findings": self.findings,
-            "repeated": dict(self.repeated), "seconds": self.seconds,
+            "repeated": dict(self.repeated), "seconds": self.seconds, "launched": self.launched,
         }  # fmt: skip
 
     def save(self, file: Path) -> None:
@@ -150,13 +157,19 @@ class Tally:
         """The outcome that `data` wrote."""
         return Tally(
             Counter(data["counts"]), Counter(data["refused"]), Counter(data["operators"]),
-            data["findings"], Counter(data["repeated"]), data["seconds"],
+            data["findings"], Counter(data["repeated"]), data["seconds"], data["launched"],
         )  # fmt: skip
 
     def text(self) -> str:
         """A table for people."""
-        total = sum(self.counts.values())
+        total, counts = sum(self.counts.values()), self.counts
         lines = [f"{total} programs in {self.seconds:.0f} s, {len(self.operators)} operators"]
+        if self.launched:
+            lines.append(f"kernels of {self.launched} were launched")
+        known = counts["right"] + counts["slow"] + counts["wrong"]
+        if counts["unjudged"]:
+            share = counts["unjudged"] / (counts["unjudged"] + known)
+            lines.append(f"unjudged: {share:.1%} of those with results")
         lines += [f"  {n:6} {kind}" for kind, n in self.counts.most_common()]
         if self.refused:
             lines += ["refused:", *(f"  {n:6} {why}" for why, n in self.refused.most_common(25))]

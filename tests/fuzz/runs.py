@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,14 @@ from tests.fuzz.draw import draw_case
 from tests.fuzz.functions import Function, check_function, draw_function
 from tests.fuzz.minimise import minimised
 from tests.fuzz.outcome import Outcome, Tally
+from tests.fuzz.pieces import draw_pieces
 from tests.fuzz.programs import Case
 
 Program = Case | Function
+
+DRAWS: dict[str, Callable[[int, int], Program]] = {
+    "graph": draw_case, "torch": draw_function, "pieces": draw_pieces,
+}  # fmt: skip
 
 #: of three programs one is a function of PyTorch, where both fronts run
 EVERY = 3
@@ -62,7 +68,7 @@ class Plan:
 
 def drawn(seed: int, index: int, front: str) -> Program:
     """The program of an index."""
-    return draw_function(seed, index) if front == "torch" else draw_case(seed, index)
+    return DRAWS[front](seed, index)
 
 
 def check(program: Program, settings: Settings) -> Outcome:

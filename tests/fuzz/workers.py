@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.fuzz.needs import NOTHING
 from tests.fuzz.outcome import Outcome, Tally
 from tests.fuzz.runs import Plan
 
@@ -58,7 +59,7 @@ def _result(process: subprocess.Popen[bytes], folder: Path, k: int, plan: Plan) 
         why = "it did not end"
     file = folder / f"{k}.json"
     tally = Tally.read(file) if file.exists() else Tally()
-    if not why and process.returncode in (0, 1):
+    if not why and process.returncode in (0, 1, NOTHING):
         return tally
     at = folder / f"{k}.at"
     name = at.read_text(encoding="utf-8") if at.exists() else "nothing yet"

@@ -110,6 +110,7 @@ typedef struct cluster {
     block *blocks;
     int32_t count, alive;
     int32_t phase;
+    int32_t refused; /* it has asked for another cluster in vain */
     struct cluster *next;
 } cluster;
 
@@ -144,6 +145,8 @@ typedef struct {
     int32_t adds;
 } issued;
 
+/* marks an answer to a block that has asked for another one */
+enum { ANSWER = 0x5EED0000 };
 enum { COPIES = 65536, PRODUCTS = 65536 };
 
 static __thread struct {
@@ -157,6 +160,7 @@ static __thread struct {
     issued *queue; /* what the tensor cores have before them */
     int32_t queued;
     int64_t clock;
+    uint32_t clusters, next; /* of the launch; the first that neither runs nor was handed out */
     int64_t steps, changes; /* instructions; those that another warp may wait for */
     char message[1024];
     jmp_buf failed;
@@ -1148,7 +1152,8 @@ static const char *other_names[] = {
     "st.async", "copy.tensor", "copy.linear", "wgmma", "wgmma.commit", "wgmma.wait", "fence.proxy",
     "nothing", "atom", "copy.out", "redux", "copy.async", "trap", "match", "stmatrix", "ldmatrix",
     "tensor.out", "out.commit", "out.wait", "convert", "carried", "tensor.alloc", "tensor.free",
-    "tensor.move", "tensor.wait", "tensor.issue", "tensor.before", "tensor.after", NULL,
+    "tensor.move", "tensor.wait", "tensor.issue", "tensor.before", "tensor.after", "hand.ask",
+    "hand.found", "hand.block", NULL,
 };
 enum {
     BRA, RET, LD, ST, UNPACK, PACK, SETP, SHFL, ELECT, VOTE, BAR_SYNC, BAR_ARRIVE, BAR_WARP,
@@ -1156,7 +1161,8 @@ enum {
     ST_ASYNC, COPY_TENSOR, COPY_LINEAR, WGMMA, WGMMA_COMMIT, WGMMA_WAIT, FENCE_PROXY, NOTHING, ATOM,
     COPY_OUT, REDUX, COPY_ASYNC, TRAP, MATCH, STMATRIX, LDMATRIX,
     TENSOR_OUT, OUT_COMMIT, OUT_WAIT, CONVERT, CARRIED, TENSOR_ALLOC, TENSOR_FREE,
-    TENSOR_MOVE, TENSOR_WAIT, TENSOR_ISSUE, TENSOR_BEFORE, TENSOR_AFTER,
+    TENSOR_MOVE, TENSOR_WAIT, TENSOR_ISSUE, TENSOR_BEFORE, TENSOR_AFTER, HAND_ASK,
+    HAND_FOUND, HAND_BLOCK,
 };
 
 int operation(const char *name)
@@ -1435,10 +1441,10 @@ static int step(block *b, warp *w, uint32_t group)
             }
             break;
         }
-        case PACK: {
+        case PACK: { /* of 128 bits, only what the machine has written for clusters: the first 64 */
             EACH {
                 uint64_t value = 0;
-                for (int v = 0; v < i->extra[0]; v++)
+                for (int v = 0; v < i->extra[0] && v * i->extra[1] < 64; v++)
                     value |= (R(o[1 + v]) & (i->extra[1] == 64 ? ~0ull : (1ull << i->extra[1]) - 1))
                              << v * i->extra[1];
                 R(o[0]) = value;
@@ -1693,6 +1699,49 @@ static int step(block *b, warp *w, uint32_t group)
                     c.barrier = barrier;
                     start(c);
                 }
+            }
+            break;
+        }
+        case HAND_ASK: { /* [answer], [barrier]; extra: 0 for all blocks of the cluster */
+            cluster *asks = b->cluster;
+            EACH {
+                uint32_t to = (uint32_t)(R(o[0]) + R(o[1])),
+                         barrier = (uint32_t)(R(o[2]) + R(o[3]));
+                copy c = { .kind = 2, .width = 4, .bytes = 16 };
+                if (to % 16)
+                    fail("an answer of 16 bytes at byte %u", to);
+                if (asks->refused)
+                    fail("it has asked for another block, and none was left");
+                /* other kernels may need the multiprocessor */
+                asks->refused = M.next == M.clusters || draw() % 8 == 0;
+                c.values[0] = asks->refused ? 0 : M.next++;
+                c.values[1] = ANSWER | !asks->refused;
+                for (int n = 0; n < asks->count; n++) {
+                    c.to = i->extra[0] ? asks->blocks + n : b;
+                    c.address = to & 0xffffff, c.barrier = barrier & 0xffffff;
+                    if (i->extra[0] || n == 0)
+                        start(c);
+                }
+            }
+            break;
+        }
+        case HAND_FOUND:
+            EACH {
+                if ((R(o[1]) >> 32 | 1) != (ANSWER | 1))
+                    fail("no answer about another block");
+                R(o[0]) = R(o[1]) >> 32 & 1;
+            }
+            break;
+        case HAND_BLOCK: { /* extra: 0 axis */
+            int axis = i->extra[0];
+            EACH {
+                uint32_t per[3], at = (uint32_t)R(o[1]);
+                if (R(o[1]) >> 32 != (ANSWER | 1))
+                    fail("the place of a block that was not handed out");
+                for (int n = 0; n < 3; n++)
+                    per[n] = M.l->grid[n] / M.l->cluster[n];
+                uint32_t places[3] = { at % per[0], at / per[0] % per[1], at / per[0] / per[1] };
+                R(o[0]) = places[axis] * M.l->cluster[axis];
             }
             break;
         }
@@ -2021,10 +2070,8 @@ static void stuck(cluster *running)
 /* Runs all blocks. Returns 0, or with a message 1, or 2 where the limit is reached. */
 int run(const program *p, const launch *l, char *message, int64_t *steps)
 {
-    uint32_t clusters, next = 0;
     cluster *running = NULL;
-    int count = 0;
-    volatile int idle = 0;
+    volatile int count = 0, idle = 0;
     memset(&M, 0, sizeof M);
     M.p = p, M.l = l, M.random = l->seed * 2654435761u | 1;
     M.copies = malloc(COPIES * sizeof *M.copies);
@@ -2042,10 +2089,11 @@ int run(const program *p, const launch *l, char *message, int64_t *steps)
         free(M.copies), free(M.outs), free(M.products), free(M.queue);
         return M.too_large ? 2 : 1;
     }
-    clusters = l->grid[0] * l->grid[1] * l->grid[2] / (l->cluster[0] * l->cluster[1] * l->cluster[2]);
-    while (next < clusters || running) {
-        while (count < l->resident && next < clusters) {
-            cluster *c = new_cluster(next++);
+    M.clusters = l->grid[0] * l->grid[1] * l->grid[2]
+                 / (l->cluster[0] * l->cluster[1] * l->cluster[2]);
+    while (M.next < M.clusters || running) {
+        while (count < l->resident && M.next < M.clusters) {
+            cluster *c = new_cluster(M.next++);
             c->next = running, running = c, count++;
         }
         int64_t changes = M.changes;

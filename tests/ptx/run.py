@@ -144,6 +144,8 @@ def _decode_by_head(i: Instruction, name: str, head: str) -> tuple[str, tuple[in
             return _tensor(i, name)
         case "st" | "cp":
             return _copy(i, name)
+        case "clusterlaunchcontrol":
+            return _handed(name)
         case _:
             return None
 
@@ -241,6 +243,16 @@ def _tensor(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
         return "tensor.issue", (1, 0, 0)
     if kind == "mma" and one and (elements := re.search(r"\.kind::(f16|tf32)", name)):
         return "tensor.issue", (0, int(i.text.count("[") == 2), int(elements[1] == "tf32"))
+    return None
+
+
+def _handed(name: str) -> tuple[str, tuple[int, ...]] | None:
+    if ".try_cancel." in name:
+        return "hand.ask", (int("multicast::cluster::all" in name),)
+    if name.endswith("is_canceled.pred.b128"):
+        return "hand.found", ()
+    if axis := re.search(r"get_first_ctaid::([xyz])\.b32\.b128$", name):
+        return "hand.block", ("xyz".index(axis[1]),)
     return None
 
 
