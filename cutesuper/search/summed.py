@@ -53,7 +53,8 @@ class _Moving:
         return g.apart([range(len(g.outputs))])
 
     def _again(self, i: int) -> Tensor:
-        return self.new.copy_node(self.graph, i, [self.values[j] for j in self.graph.nodes[i].inputs])
+        inputs = [self.values[j] for j in self.graph.nodes[i].inputs]
+        return self.new.copy_node(self.graph, i, inputs)
 
     def _linear(self, i: int) -> Tensor | None:
         """A sum or a mean of a value that is linear in a product; None for any other node."""
