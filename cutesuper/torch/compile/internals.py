@@ -14,12 +14,15 @@
 * ``torch._subclasses.fake_tensor``: shapes and strides of nodes added to a traced program are found
   like those of the others, with tensors without memory.
 * ``torch._export.utils``: the check that extents are those that a program was exported for.
+* ``grapharg.source`` of Dynamo's placeholders and ``desc`` of AOTAutograd's: the user's names of
+  arguments and parameters, for reports only.
 * ``SymInt.node.hint``: the size of a symbolic extent in the call that is compiled for; the
   documented ways to read it would add guards.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +82,29 @@ def run_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
 
     del inputs, rest
     return make_boxed_func(gm.forward)
+
+
+def argument_names(gm: fx.GraphModule) -> list[str]:
+    """The user's names of the arguments of a graph of Dynamo: ``x``, ``layers.0.weight``."""
+    return [_users(n) for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _users(node: fx.Node) -> str:
+    """``L['self']._modules['norm']._parameters['weight']`` is ``norm.weight``."""
+    source = getattr(node.meta.get("grapharg"), "source", None) or getattr(
+        node, "_dynamo_source", None
+    )
+    name: Any = getattr(source, "name", node.name)
+    text = str(name() if callable(name) else name)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    text = re.sub(r"^[LG]\['([^']+)'\]", r"\1", text)
+    return re.sub(r"^(?:self|fn)\.", "", text)  # Dynamo calls a module of PyTorch's own ``fn``
+
+
+def argument_name(names: Sequence[str], node: fx.Node) -> str:
+    """The user's name of an argument of a graph of AOTAutograd, given those of Dynamo's graph."""
+    index = getattr(node.meta.get("desc"), "idx", None)
+    return names[index] if isinstance(index, int) and index < len(names) else node.name
 
 
 _tracing = threading.RLock()

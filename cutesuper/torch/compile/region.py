@@ -8,7 +8,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import getitem
@@ -475,6 +475,16 @@ def places(nodes: Iterable[fx.Node]) -> str:
         name = file.rsplit("/", 1)[-1]
         parts.append(f"{name}:{first}" + (f"-{last}" if last > first else ""))
     return ", ".join(parts)
+
+
+def names_read(region: Region, name: Callable[[fx.Node], str]) -> Iterator[str]:
+    """The user's names of the tensors that a region reads, in the order of its graph.
+    ``name`` is that of an argument or a parameter; other tensors have the lines that make them."""
+    for operand in region.inputs:
+        node = operand.node
+        made = node.op == "call_function" and places([node])
+        range_ = f"[{operand.part[0]}:{operand.part[1]}]" if operand.part else ""
+        yield f"{f'a value of {made}' if made else name(node)}{range_}"
 
 
 #: parts of the names of files that are not the user's

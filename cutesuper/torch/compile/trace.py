@@ -46,7 +46,7 @@ from cutesuper.torch.compile.internals import (
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
 from cutesuper.torch.compile.refusals import NO_KERNEL, REMEDY, refusal, without_kernel
-from cutesuper.torch.compile.region import Region, source_lines
+from cutesuper.torch.compile.region import Region, names_read, source_lines
 from cutesuper.torch.compile.rest import (
     computed,
     elements,
@@ -167,7 +167,7 @@ class _Tracer:
         found = [pair for r in regions for pair in self._with_kernels(r, refused)]
         regions = tuple(region for region, _ in found)
         outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
-        traced = [TracedRegion(r.place, kernel, tuple(_reads(r))) for r, kernel in found]
+        traced = [TracedRegion(r.place, kernel, tuple(names_read(r, _name))) for r, kernel in found]
         for i, region in enumerate(traced):
             module.add_submodule(f"region_{i}", _Call(region.kernel))
         rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
@@ -241,12 +241,9 @@ class _Tracer:
         return self.kernels[region.key]
 
 
-def _reads(region: Region) -> Iterator[str]:
-    """The names of the tensors that a region reads.
-    Of arguments, parameters, values of the trace."""
-    for operand in region.inputs:
-        name = str(operand.node.target if operand.node.op == "get_attr" else operand.node.name)
-        yield name + (f"[{operand.part[0]}:{operand.part[1]}]" if operand.part else "")
+def _name(node: fx.Node) -> str:
+    """The user's name of an argument or a parameter."""
+    return str(node.target if node.op == "get_attr" else node.name)
 
 
 def _refuse_draws(graph: fx.Graph, inside: set[fx.Node], name: str) -> None:
@@ -674,10 +671,10 @@ class Lazy:
         """
         return self._latest("explain()").explain()
 
-    def draw(self, path: str | os.PathLike[str]) -> None:
+    def draw(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
         """`TracedProgram.draw` of the program that was traced last.
-        Raises TraceError if it has not been called yet, or has several regions."""
-        self._latest("draw(path)").draw(path)
+        Raises TraceError if it has not been called yet."""
+        return self._latest("draw(path)").draw(path)
 
     def export(
         self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None

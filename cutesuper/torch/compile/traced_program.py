@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.ir.arguments import as_path
 from cutesuper.runtime.calling import Picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.torch.compile.call_form import Border, Form, border_of, form_of, stand_ins, state_of
@@ -199,9 +201,28 @@ class TracedProgram:
         Of each its place, its tensors, and how its program was found, verified and priced."""
         return trace_text(self._name, self.regions, self._latest.outside)
 
-    def draw(self, path: str | os.PathLike[str]) -> None:
-        """`Kernel.draw` of its kernel. Raises TraceError if there are several regions."""
-        self.kernel.draw(path)
+    def draw(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """`Kernel.draw` of the kernel of each region.
+
+        Args:
+            path: of the file; of several regions each has its own, ``program.0.html``,
+                ``program.1.html`` and so on for ``program.html``, with the numbers of `explain`.
+
+        Returns:
+            The files.
+
+        Raises:
+            FormatError: as for `Kernel.draw`.
+            TraceError: there is no region.
+        """
+        if not self.regions:
+            raise TraceError(f"{self._name}: no kernel computes any of it, so nothing can be drawn")
+        file = Path(as_path("draw", path))
+        files = [file.with_name(f"{file.stem}.{i}{file.suffix}") for i in range(len(self.regions))]
+        files = [file] if len(files) == 1 else files
+        for region, name in zip(self.regions, files, strict=True):
+            region.kernel.draw(name)
+        return tuple(files)
 
     def export(self, path: str | os.PathLike[str], *, header: str | os.PathLike[str]) -> None:
         """Write the program that ran last as a shared library for C and C++.
