@@ -54,8 +54,8 @@ ORDINARY = "use .to_dense(), .to_padded_tensor() or .dequantize()"
 
 
 def oddity(t: Any) -> str:
-    """Name of the property that keeps a tensor from being an array of numbers in memory: nested, a
-    sparse layout, a quantized type; empty for an ordinary one."""
+    """Name of the property that keeps a tensor from being an array of numbers in memory.
+    Nested, a sparse layout, a quantized type; empty for an ordinary one."""
     import torch
 
     if t.is_nested:
@@ -91,8 +91,8 @@ class Signature:
         self._grad_enabled = torch.is_grad_enabled
 
     def bind(self, inputs: Sequence[Any]) -> dict[str, int] | None:
-        """Check the inputs; return the extents of the symbols, or None if a gradient is to be
-        recorded.
+        """Check the inputs.
+        Return the extents of the symbols, or None if a gradient is to be recorded.
 
         Raises:
             ShapeError, DTypeError, LayoutError, DeviceError: naming the input.
@@ -182,8 +182,8 @@ class Signature:
         return outputs
 
     def _others(self, i: int, t: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """The tensors that output i, given as t, must not overlap. What rows are put into may be
-        the output itself, if nothing else reads it."""
+        """The tensors that output i, given as t, must not overlap.
+        What rows are put into may be the output itself, if nothing else reads it."""
         own = self.continued[i] if i in self._in_place else -1
         if own >= 0 and inputs[own].data_ptr() != t.data_ptr():
             own = -1
@@ -260,8 +260,8 @@ class Signature:
             )
 
     def _refuse_others(self, inputs: Sequence[Any], error: Exception) -> None:
-        """Raise for the first input that is no ordinary tensor; ``error`` is the exception it
-        caused."""
+        """Raise for the first input that is no ordinary tensor.
+        ``error`` is the exception it caused."""
         import torch
 
         if isinstance(error, CutesuperError):

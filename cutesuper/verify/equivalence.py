@@ -151,8 +151,8 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One draw: inputs, the kernel graph's results, and the arguments at which it may have no
-    value. ``whole``: rows that a condition hides as a whole have values."""
+    """One draw: inputs, the kernel graph's results, and arguments that may have no value.
+    ``whole``: rows that a condition hides as a whole have values."""
 
     seed: int
     primes: Primes

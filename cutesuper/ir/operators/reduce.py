@@ -92,13 +92,13 @@ class Max(Reduction):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        """Elements that share the maximum share its cotangent evenly, as PyTorch's ``amax``; a
-        maximum of maxima has the share of all its elements."""
+        """Even shares of the cotangent for elements that share the maximum, as of ``amax``.
+        A maximum of maxima has the share of all its elements."""
         largest = self._shares(g, args[0], y)
         return (g.mul(largest, g.div(dy, g.sum(largest, attributes["dim"]))),)
 
     def _shares(self, g: Derivation, x: Tensor, y: Tensor) -> Tensor:
-        """The number of elements equal to a maximum y that each element of its operand stands for:
+        """The number of elements equal to a maximum y that each element of its operand stands for.
         0 or 1, but where the operand is a maximum along another dimension."""
         largest = g.at_least(x, y)
         if x.node.facets is not self:
@@ -118,8 +118,8 @@ class Prod(Reduction):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        """The product of the others: of all divided by the element where no other element is 0,
-        with 1 in place of zeros; 0 elsewhere."""
+        """The product of the others: of all divided by the element where no other element is 0.
+        With 1 in place of zeros; 0 elsewhere."""
         [x], dim = args, attributes["dim"]
         zero = g.mul(g.at_least(x, 0.0), g.at_least(0.0, x))
         others = g.sub(g.sum(zero, dim), zero)
@@ -130,8 +130,8 @@ class Prod(Reduction):
 
 @operator
 class ArgMax(Reduction):
-    """Place of the largest element along a dimension, int64: of equal ones the first, as PyTorch
-    has it, and of NaN the first where there is any."""
+    """Place of the largest element along a dimension, int64.
+    Of equal ones the first, as PyTorch has it, and of NaN the first where there is any."""
 
     name = method = "argmax"
     reduces = PLACE
@@ -198,8 +198,9 @@ class Matmul(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        """Cotangents of the operands; if the product was summed, dy has one value for each row or
-        column, so the other operand is summed and no product with repeated values is made.
+        """Cotangents of the operands.
+        If the product was summed, dy has one value for each row or column, so the other operand is
+        summed and no product with repeated values is made.
 
         before: dy ``[M, 1]`` repeated to ``[M, N]``, ``dy @ B^T``; after: ``dy * sum(B^T)``.
         """

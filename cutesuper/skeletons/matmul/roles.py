@@ -496,8 +496,8 @@ class Roles:
         fused: Callable[[ThreadExpression, str], ThreadExpression],
         products: set[int],
     ) -> Output:
-        """An output of the kernel. Raises LoweringError if no product is in it, or only one that
-        others follow."""
+        """An output of the kernel.
+        Raises LoweringError if no product is in it, or only one that others follow."""
         what = f"store of {op.attributes['tensor']}"
         if between := self.hidden & set(op.dims):
             raise LoweringError(
@@ -513,8 +513,8 @@ class Roles:
 def plan_of(
     step: KernelStep, arguments: tuple[Argument, ...], schedule: MatmulSchedule
 ) -> tuple[MatmulPlan, bool]:
-    """The plan of a kernel, with those of further columns beside it, and True if other tiles would
-    not change its roles. Raises LoweringError."""
+    """The plan of a kernel with those of further columns, and True for roles of all tiles.
+    It is True if other tiles would not change the roles. Raises LoweringError."""
     columns = step.program.alternatives
     parts = [
         Roles(step, arguments, tuple(d for d in columns if d != own)) for own in columns or ("",)
@@ -530,8 +530,8 @@ def plan_of(
 
 
 def check_beside(plans: list[MatmulPlan], where: str) -> None:
-    """Check that tiles of several columns have one shape and read the same rows. Raises
-    LoweringError."""
+    """Check that tiles of several columns have one shape and read the same rows.
+    Raises LoweringError."""
     first = plans[0]
     for p in plans[1:]:
         if p.tile != first.tile or p.batch != first.batch or _loop(p) != _loop(first):

@@ -121,8 +121,8 @@ class PersistentForm:
         return not state.pending
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """True for reductions first along the row, then over the labels of the rows in their order;
-        values summed over the rows are not reduced again."""
+        """True for reductions first along the row, then over the labels of the rows in their order.
+        Values summed over the rows are not reduced again."""
         if state.closed:
             return False
         if over == self.row:
@@ -138,8 +138,9 @@ class PersistentForm:
         return False
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Refuse axes that divide nothing, outputs that every block would store, and values that
-        only the block that finishes a sum could compute."""
+        """Refuse axes and outputs that a row loop has no use for.
+        Axes that divide nothing, outputs that every block would store, and values that only the
+        block that finishes a sum could compute."""
         kinds = {op.kind for op in program.ops}
         if GRID_REDUCE not in kinds:
             return "rows visited in turn, and no sum over them"
@@ -159,8 +160,9 @@ class PersistentForm:
 
 
 def row_form(region: Region, program: LabelledProgram, target: Target) -> RowForm | PersistentForm:
-    """The form of a region without products. Sums over many rows, over a symbolic number of rows,
-    or of values that take positions along the rows are left to blocks that visit them."""
+    """The form of a region without products.
+    Sums over many rows, over a symbolic number of rows, or of values that take positions along the
+    rows are left to blocks that visit them."""
     reduced = program.reduced
     counted = {op.attributes["columns"] for op in program.ops if "columns" in op.attributes}
     moved = {op.attributes["along"]: None for op in program.ops if op.facets.turns}
@@ -218,8 +220,7 @@ def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:
 
 
 def _better_in_a_cluster(program: LabelledProgram, row: str, target: Target) -> bool:
-    """True if several blocks on an SM with parts of rows are better than one block with a whole
-    row, as measured."""
+    """True if several blocks on an SM with parts of rows beat one with a whole row, as measured."""
     whole = extent(program.dims[row])
     vectors = any(op.labels == frozenset({row}) for op in program.of_kind("load"))
     written = any(row in labels_of(m) for _, m in program.outputs)
@@ -315,8 +316,8 @@ def _check_orders(program: LabelledProgram, row: str) -> None:
 
 
 def _visited_first(program: LabelledProgram, summed: list[str]) -> list[str]:
-    """The labels that are summed, the visited one first: of those that every sum over rows takes,
-    the symbolic or longest one. Raises SearchError."""
+    """The labels that are summed, the visited one first.
+    Of those that every sum over rows takes, the symbolic or longest one. Raises SearchError."""
     before = reduced_before(program)
     again = {d for i, m in program.outputs for d in labels_of(m) if d in before[i] & set(summed)}
     if again:
@@ -335,8 +336,8 @@ def _visited_first(program: LabelledProgram, summed: list[str]) -> list[str]:
 def _check_reductions(
     program: LabelledProgram, row: str, summed: list[str], rows: set[str]
 ) -> None:
-    """Check that reduced values have all labels of the rows, except those they were summed over
-    before, and that nothing is reduced along the row after that. Raises SearchError."""
+    """Check that reduced values have all labels of the rows that are not summed before.
+    Nothing is reduced along the row after that. Raises SearchError."""
     reduced = reduced_before(program)
     for op in program.ops:
         if op.over is None:

@@ -70,8 +70,8 @@ def _views(
 
 
 def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
-    """The plan of a row loop before its knobs are chosen: the roles of the operations, the same at
-    all extents of a structure. Raises LoweringError."""
+    """The plan of a row loop before its knobs are chosen: the roles of the operations.
+    They are the same at all extents of a structure. Raises LoweringError."""
     refuse_index(step)
     if any(op.facets.turns for op in step.program.ops):
         raise LoweringError(
@@ -92,8 +92,8 @@ def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
 
 
 def resized(plan: RowLoopPlan, program: BlockProgram, setting: Setting) -> RowLoopPlan:
-    """The plan for the extents of another program of the same structure. Raises LoweringError,
-    ScheduleError."""
+    """The plan for the extents of another program of the same structure.
+    Raises LoweringError, ScheduleError."""
     program = replace(plan.program, axes=program.axes, tile=program.tile)
     return _scheduled(replace(plan, program=program), KernelStep("rows", program), setting, None)
 
@@ -185,8 +185,8 @@ def _loop_fault(plan: RowLoopPlan, target: Target) -> str | None:
 
 
 def _shared_percent(plan: RowLoopPlan, target: Target) -> int:
-    """Percentage of shared memory for the blocks that share an SM; 0 if a block has an SM to
-    itself.
+    """Percentage of shared memory for the blocks that share an SM.
+    0 if a block has an SM to itself.
 
     Without the hint the driver gives shared memory for one block. It is no more than they need:
     loads that bypass shared memory, and vectors that are read for every row, go through the rest.
@@ -223,8 +223,8 @@ def _retiled(plan: RowLoopPlan) -> BlockProgram:
 
 
 def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None = None) -> RowPlan:
-    """Plan a row kernel, with these knobs or with those of its own choice. Raises LoweringError,
-    ScheduleError."""
+    """Plan a row kernel, with these knobs or with those of its own choice.
+    Raises LoweringError, ScheduleError."""
     program, where = step.program, f"kernel {step.name}"
     _check_structure(program, where)
     arguments = arguments_of(step, setting.tensors)
@@ -318,8 +318,9 @@ def _column(
 
 
 def _row_order(program: BlockProgram, views: list[View], column: str) -> tuple[str, ...]:
-    """All labels but the column; if tensors are strided along it, the label along which they are
-    contiguous comes last, so that neighbouring rows are neighbours in memory."""
+    """All labels but the column.
+    If tensors are strided along it, the label along which they are contiguous comes last, so that
+    neighbouring rows are neighbours in memory."""
     rows = [d for d in program.dims if d != column]
     strided = [v for v in views if v.stride(column) > 1 and v.labels[-1] in rows]
     if strided:
@@ -332,11 +333,12 @@ def _row_order(program: BlockProgram, views: list[View], column: str) -> tuple[s
 def _order(
     program: BlockProgram, reductions: tuple[int, ...], schedule: RowSchedule
 ) -> tuple[int, ...]:
-    """Order of loads and computations. All loads come first, so that they overlap, if those of an
-    element-wise program fit. If they are more elements than a thread may hold of one, or registers
-    are for two large blocks, reductions and their operands come first, then the rest, so that more
-    blocks share an SM: LayerNorm of 4096 elements needs 78 registers, with its vectors loaded first
-    118, and 6 blocks are 48 KB in flight where 4 are 32. (RMSNorm of 32768 elements spilled.)"""
+    """Order of loads and computations.
+    All loads come first, so that they overlap, if those of an element-wise program fit. If they are
+    more elements than a thread may hold of one, or registers are for two large blocks, reductions
+    and their operands come first, then the rest, so that more blocks share an SM: LayerNorm of 4096
+    elements needs 78 registers, with its vectors loaded first 118, and 6 blocks are 48 KB in flight
+    where 4 are 32. (RMSNorm of 32768 elements spilled.)"""
     count = range(len(program.ops))
     work = [i for i in count if program.ops[i].kind != STORE]
     held = schedule.vector * schedule.chunks

@@ -39,8 +39,8 @@ InnerCompile = Callable[..., Any]
 def compile_with(
     gm: fx.GraphModule, inputs: Sequence[Any], inner: InnerCompile, patches: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo by Inductor and AOTAutograd, with ``inner`` for the graphs that
-    AOTAutograd makes of it."""
+    """Compile a graph of Dynamo by Inductor and AOTAutograd.
+    ``inner`` compiles the graphs that AOTAutograd makes of it."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -57,8 +57,8 @@ def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any
 
 
 def compile_for_trial(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
-    """The same without CUDA graphs of its own, for a recording; the strides of its results are not
-    those that AOTAutograd is told of."""
+    """The same without CUDA graphs of its own, for a recording.
+    The strides of its results are not those that AOTAutograd is told of."""
     from torch._guards import TracingContext
     from torch._inductor.utils import BoxedBool
 
@@ -86,8 +86,8 @@ _tracing = threading.RLock()
 
 @contextmanager
 def autograd_functions() -> Iterator[list[str]]:
-    """Collect the names of the ``torch.autograd.Function`` classes that are called meanwhile; one
-    thread at a time."""
+    """Collect the names of the ``torch.autograd.Function`` classes that are called meanwhile.
+    One thread at a time."""
     found: list[str] = []
     with _tracing:
         own = torch.autograd.Function.__dict__["apply"]
@@ -108,9 +108,9 @@ _POOLING = ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
 
 
 def decompositions(known: Callable[[object], bool]) -> Any:
-    """Decompositions of all operators but the known ones: those of ``torch.export``, and Inductor's
-    for operators that it leaves whole. Random operators stay whole, to draw what they draw in
-    PyTorch."""
+    """Decompositions of all operators but the known ones.
+    Those of ``torch.export``, and Inductor's for operators that it leaves whole. Random operators
+    stay whole, to draw what they draw in PyTorch."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = torch.export.default_decompositions()
@@ -130,8 +130,8 @@ def _draws(op: Any) -> bool:
 
 
 def needs_data(error: Exception) -> bool:
-    """True for the error of an operator that gives no numbers or shapes without data, whose text is
-    the name of the operator."""
+    """True for the error of an operator that gives no numbers or shapes without data.
+    Its text is the name of the operator."""
     from torch._subclasses import fake_tensor
 
     kinds = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
@@ -146,8 +146,8 @@ def decides_by_data(error: Exception) -> bool:
 
 
 def random_as_in_eager() -> AbstractContextManager[Any]:
-    """Keep random operators as they are in graphs: `run_eagerly` cannot run Inductor's own ones in
-    all versions."""
+    """Keep random operators as they are in graphs.
+    `run_eagerly` cannot run Inductor's own ones in all versions."""
     from torch._inductor import config
 
     return config.patch(fallback_random=True)
@@ -168,8 +168,7 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def forget_cuda_graphs() -> None:
-    """Forget CUDA graphs, as ``torch.compiler.reset`` asks of a backend that may have recorded
-    some."""
+    """Forget recorded CUDA graphs, as ``torch.compiler.reset`` asks of a backend."""
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()

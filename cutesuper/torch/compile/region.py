@@ -151,8 +151,8 @@ class Region:
 
     @property
     def forward_only(self) -> bool:
-        """True if PyTorch computes a part of it where gradients are recorded: rows of tables, to
-        which no kernel adds, and the largest elements along one dimension."""
+        """True if PyTorch computes a part of it where gradients are recorded.
+        Rows of tables, to which no kernel adds, and the largest elements along one dimension."""
         rows = any(n.facets.counts == Counts.ROWS for n in self.graph.nodes)
         return rows or any(is_extreme(n) for n in self.nodes)
 
@@ -280,8 +280,8 @@ def _visit(node: fx.Node, inside: _Inside, s: Shapes, order: list[fx.Node]) -> N
 
 
 def _is_number(node: fx.Node) -> bool:
-    """True for symbolic integers, which are arguments of views; the shape of the result gives
-    them."""
+    """True for symbolic integers, which are arguments of views.
+    The shape of the result gives them."""
     return isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
@@ -482,8 +482,8 @@ _NOT_THE_USERS = ("/torch/", "/cutesuper/torch/", "<eval_with_key>")
 
 
 def source_lines(node: fx.Node) -> list[tuple[str, int]]:
-    """File and line of every frame that a node was traced from, outermost first; those inside of
-    PyTorch and of this package's tracing, and generated code, are left out."""
+    """File and line of every frame that a node was traced from, outermost first.
+    Those inside of PyTorch and of this package's tracing, and generated code, are left out."""
     trace = node.meta.get("stack_trace") or ""
     found: list[tuple[str, int]] = []
     for row in trace.splitlines():

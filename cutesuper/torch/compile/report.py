@@ -190,8 +190,8 @@ def _summary(graphs: Sequence[GraphReport]) -> list[str]:
 
 
 def _times(region: RegionReport) -> tuple[float, ...]:
-    """Microseconds of the kernels and of Inductor's: measured, else by the model; empty if
-    neither is known."""
+    """Microseconds of the kernels and of Inductor's: measured, else by the model.
+    Empty if neither is known."""
     v = region.verdict
     for ours, theirs in ((v.measured_us, v.inductor_us), (v.predicted_us, v.baseline_us)):
         if ours is not None and theirs is not None:

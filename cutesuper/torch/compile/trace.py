@@ -207,8 +207,9 @@ class _Tracer:
     def _with_kernels(
         self, region: Region, refused: dict[fx.Node, str]
     ) -> list[tuple[Region, Kernel]]:
-        """The region and its kernel; if it has none and the rest is PyTorch's, those of its halves
-        that have one; none of a region of single numbers. Reasons are added to ``refused``."""
+        """The region and its kernel.
+        If it has none and the rest is PyTorch's, those of its halves that have one; none of a
+        region of single numbers. Reasons are added to ``refused``."""
         if all(elements(n.meta["val"].shape) == 1 for n in region.border):
             refused.update(dict.fromkeys(region.nodes, "all tensors have one element"))
             return []
@@ -232,17 +233,17 @@ class _Tracer:
 
 
 def _reads(region: Region) -> Iterator[str]:
-    """The names of the tensors that a region reads: of arguments, parameters, values of the
-    trace."""
+    """The names of the tensors that a region reads.
+    Of arguments, parameters, values of the trace."""
     for operand in region.inputs:
         name = str(operand.node.target if operand.node.op == "get_attr" else operand.node.name)
         yield name + (f"[{operand.part[0]}:{operand.part[1]}]" if operand.part else "")
 
 
 def _refuse_draws(graph: fx.Graph, inside: set[fx.Node], name: str) -> None:
-    """Raise TraceError for random numbers in a function that seeds them: seeds are set while it is
-    traced, and at no later call. Dropout that drops nothing is marked as random too, but it is free
-    or ``inside`` a region."""
+    """Raise TraceError for random numbers in a function that seeds them.
+    Seeds are set while it is traced, and at no later call. Dropout that drops nothing is marked as
+    random too, but it is free or ``inside`` a region."""
     for n in graph.nodes:
         random = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
         if random and n not in inside and not is_free(n):
@@ -254,8 +255,8 @@ def _refuse_draws(graph: fx.Graph, inside: set[fx.Node], name: str) -> None:
 
 
 def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
-    """Turn the tensors that the function finds by itself into arguments, so that they are read anew
-    at every call.
+    """Turn the tensors that the function finds by itself into arguments.
+    They are read anew at every call then.
 
     Returns:
         Their indices among the tensors that were found.
@@ -279,7 +280,7 @@ def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
 
 
 def _place(value: Any, watch: Watch) -> int | None:
-    """The index of a tensor among those that a function reads, with or without its gradient:
+    """The index of a tensor among those that a function reads, with or without its gradient.
     ``torch.export`` detaches those that are not parameters of the module."""
     if not isinstance(value, torch.Tensor):
         return None
@@ -315,8 +316,8 @@ def _exported(
     fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any,
     observer: Observer,
 ) -> tuple[fx.GraphModule, str]:  # fmt: skip
-    """The traced program, and the part of it that changes gradients and not values, in words, or
-    nothing."""
+    """The traced program, and the part of it that changes gradients and not values.
+    The part is in words, or nothing."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
     try:
         with _quiet(), autograd_functions() as own, observer.observing(module):
@@ -382,8 +383,9 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def _decompositions() -> Any:
-    """Decompositions of unknown operators: convolutions become products, pooling reductions, and
-    the operators of `cutesuper.ops` on rows their parts, which are fused with others."""
+    """Decompositions of unknown operators.
+    Convolutions become products, pooling reductions, and the operators of `cutesuper.ops` on rows
+    their parts, which are fused with others."""
     table = decompositions(is_known)
     for operator, formula in {_convolution: pointwise, **POOLING, **FORMULAS}.items():
         table[operator] = formula
@@ -625,8 +627,8 @@ class Lazy:
         return superoptimize_callable(self._fn, args, example_kwargs=kwargs, **self._options)
 
     def _opened(self, first: tuple[int, ...], args: Any, kwargs: Any) -> TracedProgram | None:
-        """A program for any rows where these arguments have others than the first ones of their
-        family; None if there is none."""
+        """A program for any rows where these arguments have others than their family's first ones.
+        None if there is none."""
         names: dict[tuple[int, int], Any] = {}
         before = iter(first)
 
@@ -664,16 +666,16 @@ class Lazy:
         return self._latest("explain()").explain()
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """`TracedProgram.draw` of the program that was traced last. Raises TraceError if it has not
-        been called yet, or has several regions."""
+        """`TracedProgram.draw` of the program that was traced last.
+        Raises TraceError if it has not been called yet, or has several regions."""
         self._latest("draw(path)").draw(path)
 
     def export(
         self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None
     ) -> None:
-        """`TracedProgram.export` of the program that was traced last; without ``header``
-        `Kernel.export` of its kernel. Raises TraceError if it has not been called yet, or, without
-        ``header``, has several regions."""
+        """`TracedProgram.export` of the program that was traced last.
+        Without ``header`` `Kernel.export` of its kernel. Raises TraceError if it has not been
+        called yet, or, without ``header``, has several regions."""
         program = self._latest("export(path)")
         if header is None:
             program.kernel.export(path)

@@ -1,5 +1,5 @@
-"""The form of products that are computed again for plain sums over a loop, as in the backward pass
-of attention.
+"""The form of products that are computed again for plain sums over a loop.
+The backward pass of attention is one.
 
 ``f(A1 B1, A2 B2, ...) C``: every A is ``[rows, inner]`` and stays in the block, every B and C is
 ``[loop, inner or columns]`` and streams by. Functions of the scores ``A B`` are element-wise, with
@@ -116,8 +116,8 @@ class _Finder:
         return found
 
     def _rows(self, labels: frozenset[str], streams: set[int]) -> str:
-        """The label of scores by whose position masks hide, of those that nothing has that streams
-        by; else the longest of them."""
+        """The label of scores by whose position masks hide; else the longest of them.
+        Only labels count that nothing has that streams by."""
         taken = frozenset[str]().union(*(self.ops[i].labels for i in streams))
         own = [d for d in self.program.dims if d in labels - taken]
         if not own:

@@ -337,8 +337,8 @@ def _mask_kind(r: Request, mask: torch.Tensor) -> MaskKind:
 
 
 def mask_values(mask: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The mask of a call as kernels read it: contiguous, 1 and 0 for conditions, with zeros for the
-    positions of a cache that are not in use."""
+    """The mask of a call as kernels read it: contiguous, 1 and 0 for conditions.
+    With zeros for the positions of a cache that are not in use."""
     own = kind.mask
     assert own is not None
     given = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))

@@ -54,8 +54,9 @@ _hidden: WeakKeyDictionary[Any, dict[tuple[Any, ...], Hidden]] = WeakKeyDictiona
 
 
 def hidden_by(block_mask: Any, shape: tuple[int, int, int, int], like: torch.Tensor) -> Hidden:
-    """The part of scores ``[B, H, L, S]`` that a block mask hides, on the device of ``like``. It is
-    computed once, and compared with a causal mask, of which kernels load no tile that nobody sees.
+    """The part of scores ``[B, H, L, S]`` that a block mask hides, on the device of ``like``.
+    It is computed once, and compared with a causal mask, of which kernels load no tile that nobody
+    sees.
 
     Raises:
         ShapeError: it is one of other lengths.
@@ -93,8 +94,8 @@ def _found_hidden(block_mask: Any, shape: tuple[int, ...], like: torch.Tensor) -
 
 
 def _ranges(mask: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """The limits of a mask of which every row sees a range of keys, and none begins or ends before
-    that of the row in front; None for any other."""
+    """The limits of a mask of which every row sees a range of keys.
+    None begins or ends before that of the row in front. None for any other mask."""
     keys = mask.shape[-1]
     count = mask.sum(-1, keepdim=True)
     starts = mask.int().argmax(-1, keepdim=True)
@@ -194,9 +195,9 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """``softmax(score_mod(query key^T * scale, b, h, q, k)) value``, like
-    ``torch.nn.attention.flex_attention.flex_attention``, with gradients of query, key, value and of
-    tensors that the function reads.
+    """``softmax(score_mod(query key^T * scale, b, h, q, k)) value``, as `flex_attention`.
+    Like ``torch.nn.attention.flex_attention.flex_attention``, with gradients of query, key, value
+    and of tensors that the function reads.
 
     Args:
         query: ``[B, Hq, L, D]``, of float16 or bfloat16; of float32 on the CPU only.
@@ -257,8 +258,8 @@ def _call(r: Request, hidden: Hidden) -> Call:
 def _tensors(
     r: Request, call: Call, passes: Passes, given: dict[str, torch.Tensor], hidden: Hidden
 ) -> tuple[Any, ...]:
-    """The names of the inputs, then the inputs, in the shapes of the graph; ``given`` are those
-    that PyTorch computed, by their own names."""
+    """The names of the inputs, then the inputs, in the shapes of the graph.
+    ``given`` are those that PyTorch computed, by their own names."""
     c = call
     found = {
         "query": r.query.reshape(c.batch, c.heads, c.group, c.rows, c.width),

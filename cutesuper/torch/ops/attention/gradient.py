@@ -1,5 +1,5 @@
-"""Gradients of attention: a forward pass that keeps the logarithm of the sum of each row, and
-kernels that compute the scores again (arXiv:2205.14135).
+"""Gradients of attention: kernels compute the scores again (arXiv:2205.14135).
+The forward pass keeps the logarithm of the sum of each row.
 
 Both passes are operators of ``torch.library``, so that compilers see them::
 
@@ -73,8 +73,8 @@ class Passes:
         return [made[0], made[self.split.saved["lse"]]]
 
     def gradients(self, r: Request, kept: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory, and
-        that of the mask, which is empty if it has none.
+        """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory.
+        And that of the mask, which is empty if it has none.
 
         ``kept``: the result, the logarithms and the cotangent, by name.
         """
@@ -114,8 +114,8 @@ class Passes:
 
 
 def _mask_gradient(r: Request, found: Maybe) -> torch.Tensor:
-    """The gradient of the mask from that of the graph, if there is one; an empty tensor for a mask
-    that needs none."""
+    """The gradient of the mask from that of the graph, if there is one.
+    An empty tensor for a mask that needs none."""
     if not r.mask_gradient or r.mask is None:
         return r.query.new_empty(0)
     return torch.zeros_like(r.mask) if found is None else found.view(r.mask.shape)

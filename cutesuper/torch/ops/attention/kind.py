@@ -326,8 +326,8 @@ def _made(kind: Kind) -> Kernel | None:
 
 
 def rows_of(rows: int) -> Dim:
-    """``Kind.rows`` for this number of queries: the symbol of its class. One query, as in decoding,
-    is a class of its own, whose kernels have no positions of queries."""
+    """``Kind.rows`` for this number of queries: the symbol of its class.
+    One query, as in decoding, is a class of its own, whose kernels have no positions of queries."""
     return 1 if rows == 1 else Symbol("L", class_of("queries", rows))
 
 

@@ -137,8 +137,9 @@ class Form:
     adds: bool = False
 
     def graph(self, head: Head) -> KernelGraph:
-        """The kernel graph: losses, then gradients. Its further inputs are the factors of the
-        losses whose sum is differentiated (`FACTORS`), and the sums so far (`so_far`)."""
+        """The kernel graph: losses, then gradients.
+        Its further inputs are the factors of the losses whose sum is differentiated (`FACTORS`),
+        and the sums so far (`so_far`)."""
         if not any(self.needs):
             return _losses(head, self.kind, Symbol("M", self.rows))
         asked = [p for p, n in zip(head.parts, self.needs, strict=True) if n]
