@@ -215,8 +215,12 @@ class Signature:
 
     def _explain(self, i: int, t: Any, device: Any, extents: dict[str, int]) -> None:
         """Raise for the first thing that is wrong with input ``i``."""
-        name, want = self.names[i], self.shapes[i]
-        what = f"kernel{self._call()}: input {name}"
+        what = f"kernel{self._call()}: input {self.names[i]}"
+        self._explain_type(i, what, t, device)
+        self._explain_shape(i, what, t, extents)
+        self._explain_memory(what, t)
+
+    def _explain_type(self, i: int, what: str, t: Any, device: Any) -> None:
         if not hasattr(t, "data_ptr"):  # a NumPy array, which has a dtype and a device too
             raise DTypeError(f"{what} is a {type(t).__name__}, not a torch tensor")
         if t.dtype is not self.dtypes[i]:
@@ -228,6 +232,9 @@ class Signature:
                 f"{what} is on {t.device}, input {self.names[0]} on {device}; "
                 "move all inputs to one device"
             )
+
+    def _explain_shape(self, i: int, what: str, t: Any, extents: dict[str, int]) -> None:
+        want = self.shapes[i]
         shape = self._known(want, extents)
         if t.dim() != len(want):
             raise ShapeError(
@@ -243,6 +250,9 @@ class Signature:
             raise ShapeError(f"{what} is empty ({list(t.shape)}); there is nothing to compute")
         if self._open[i]:
             check_size(what, t.shape)
+
+    @staticmethod
+    def _explain_memory(what: str, t: Any) -> None:
         if not t.is_contiguous():
             raise LayoutError(
                 f"{what} is not contiguous (strides {list(t.stride())}); call "

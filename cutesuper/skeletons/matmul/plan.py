@@ -879,8 +879,18 @@ def _bad_parts(plan: MatmulPlan) -> str:
 
 def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
     """The limit that a plan exceeds with its schedule; None if there is none."""
-    s = plan.schedule
-    if plan.registers is not None and s.warpgroups != 2:
+    waits = plan.cluster_size * plan.schedule.share_rows > 1 or plan.parts > 1
+    return (
+        _exceeded_registers(plan)
+        or exceeded_accumulators(plan, plan.multiplied, waits, target)
+        or _exceeded_sharing(plan, target)
+        or _exceeded_device(plan, target)
+    )
+
+
+def _exceeded_registers(plan: MatmulPlan) -> Limit | None:
+    """The limit of registers that the accumulators of a thread exceed."""
+    if plan.registers is not None and plan.schedule.warpgroups != 2:
         return Limit(
             "accumulators exceed the registers",
             f"{plan.tile[0]}x{plan.tile[1]} accumulators need two consumer warpgroups, which share "
@@ -894,10 +904,12 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{each} accumulators of a thread, which has {plan.registers[0]} registers beside "
             f"{plan.helpers} helper warps; use a smaller tile",
         )
-    waits = plan.cluster_size * s.share_rows > 1 or plan.parts > 1
-    if limit := exceeded_accumulators(plan, plan.multiplied, waits, target):
-        return limit
-    unit = ROW_BOX if plan.turned else ROW_UNIT
+    return None
+
+
+def _exceeded_sharing(plan: MatmulPlan, target: Target) -> Limit | None:
+    """The limit that instructions, blocks or warpgroups exceed which share tiles."""
+    s, unit = plan.schedule, ROW_BOX if plan.turned else ROW_UNIT
     if plan.instruction_rows % unit:
         return Limit(
             "tiles that the tensor cores do not take",
@@ -918,13 +930,19 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{odd[0]} block(s) of 64 columns cannot be shared out over {s.warpgroups} consumer "
             "warpgroups",
         )
-    short = plan.exchange_in_ring and s.stages * plan.stage_bytes < plan.exchange_bytes
+    return None
+
+
+def _exceeded_device(plan: MatmulPlan, target: Target) -> Limit | None:
+    """The limit of multiprocessors, or of the shared memory of one, that a plan exceeds."""
+    s = plan.schedule
     if plan.parts > 1 and plan.parts * plan.tiles > target.sms:
         return Limit(
             "blocks that wait for each other exceed the multiprocessors",
             f"{plan.parts} parts of {plan.contracted} in each of {plan.tiles} tiles wait for each "
             f"other, and {target.sms} blocks run at once; use fewer parts",
         )
+    short = plan.exchange_in_ring and s.stages * plan.stage_bytes < plan.exchange_bytes
     if plan.shared_bytes > target.shared_bytes or s.stages < 2 or short:
         return Limit(
             "stages exceed the shared memory",

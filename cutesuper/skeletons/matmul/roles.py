@@ -112,7 +112,6 @@ class Roles:
         return plan
 
     def _plan(self, schedule: MatmulSchedule) -> MatmulPlan:
-        ops = self.program.ops
         row_operand = self._row_operand()
         finals = {i: self._complete(i) for i in self.products}
         columns = {self._column_operand(i): i for i in self.products}
@@ -125,15 +124,7 @@ class Roles:
         shift = self._shift()
         sources = [s.source for s in statistics] + [row_operand]
         sources += [v for v in vector_rows if v is not None] + ([shift.source] if shift else [])
-        row_loads = sorted({i for e in sources for i in e.leaves if self._is_load(i)})
-        matrices = [i for i in row_loads if {self.row, self.contracted} <= set(ops[i].dims)]
-        vectors = [i for i in row_loads if ops[i].dims == (self.contracted,)]
-        odd = set(row_loads) - set(matrices) - set(vectors)
-        if odd or not matrices:
-            raise LoweringError(
-                f"{self.where}: operation {min(odd, default=min(self.products + self.inner))} is "
-                f"no operand that can be staged with labels {self.row}, {self.contracted}"
-            )
+        matrices, vectors = self._staged(sources)
         accumulators = {*finals.values(), *(t.final for t in tails)}
         accumulators |= {p.value for p in vector_products}
         ends = self._ends(accumulators, statistics, tails, reductions)
@@ -162,6 +153,21 @@ class Roles:
             vector_products=vector_products,
             shift=shift,
         )
+
+    def _staged(self, sources: list[ThreadExpression]) -> tuple[list[int], list[int]]:
+        """The loads that expressions of rows read: matrices, and vectors along the rows.
+        Raises LoweringError for any other."""
+        ops = self.program.ops
+        loads = sorted({i for e in sources for i in e.leaves if self._is_load(i)})
+        matrices = [i for i in loads if {self.row, self.contracted} <= set(ops[i].dims)]
+        vectors = [i for i in loads if ops[i].dims == (self.contracted,)]
+        odd = set(loads) - set(matrices) - set(vectors)
+        if odd or not matrices:
+            raise LoweringError(
+                f"{self.where}: operation {min(odd, default=min(self.products + self.inner))} is "
+                f"no operand that can be staged with labels {self.row}, {self.contracted}"
+            )
+        return matrices, vectors
 
     # ---------------------------------------------------------------------------- orientation
 

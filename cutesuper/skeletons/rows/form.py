@@ -14,6 +14,7 @@ before: RMSNorm's backward pass as two kernels, which read x and dy twice; after
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cutesuper.egraph.labelled import LabelledProgram, Region
@@ -177,17 +178,7 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
         except SearchError:
             if must:
                 raise
-    stored = [labels_of(m) for _, m in program.outputs]
-    loaded = [labels_of(op.attributes["map"]) for op in program.of_kind("load")]
-    row = row_label(program.dims, reduced or [*moved], stored, loaded)
-    if row is None:
-        raise SearchError("all tensors have one element; no kernel is made for that")
-    if isinstance(program.dims[row], Symbol):
-        raise SearchError(
-            f"rows run along {row}, which has the symbolic extent {program.dims[row]}; of a tensor "
-            "that is read only its first dimension may be symbolic, and another one must be longer "
-            "than 1"
-        )
+    row = _row(program, reduced or [*moved])
     if not {*counted, *moved} <= {row}:
         places = shown(sorted({*counted, *moved}))
         raise SearchError(f"positions along {places}, and rows run along {row}")
@@ -211,6 +202,22 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     through = bool(region.taken or region.put or moved)
     better = bool(reduced) and not through and _better_in_a_cluster(program, row, target)
     return RowForm(row, bool(reduced or moved), clustered or better)
+
+
+def _row(program: LabelledProgram, reduced: Sequence[str]) -> str:
+    """The label that runs along the rows. Raises SearchError if there is none of known extent."""
+    stored = [labels_of(m) for _, m in program.outputs]
+    loaded = [labels_of(op.attributes["map"]) for op in program.of_kind("load")]
+    row = row_label(program.dims, reduced, stored, loaded)
+    if row is None:
+        raise SearchError("all tensors have one element; no kernel is made for that")
+    if isinstance(program.dims[row], Symbol):
+        raise SearchError(
+            f"rows run along {row}, which has the symbolic extent {program.dims[row]}; of a tensor "
+            "that is read only its first dimension may be symbolic, and another one must be longer "
+            "than 1"
+        )
+    return row
 
 
 def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:

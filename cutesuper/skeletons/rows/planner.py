@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
@@ -114,7 +115,7 @@ def _scheduled(
             "cluster"
         )
     plan = replace(plan, schedule=chosen)
-    if why := _loop_fault(plan, target):
+    if why := next(_loop_faults(plan, target), None):
         raise ScheduleError(f"{where}: {why}")
     return replace(plan, program=_retiled(plan), shared_percent=_shared_percent(plan, target))
 
@@ -126,62 +127,78 @@ def _with_part(plan: RowLoopPlan) -> BlockProgram:
     return replace(program, tile=program.tile | {plan.column: width})
 
 
-def _loop_fault(plan: RowLoopPlan, target: Target) -> str | None:
-    """Reason why no row loop can run with a plan's knobs, or None."""
+def _loop_faults(plan: RowLoopPlan, target: Target) -> Iterator[str]:
+    """Reasons why no row loop can run with a plan's knobs, the first one first."""
+    yield from _thread_faults(plan)
+    yield from _reach_faults(plan)
+    yield from _room_faults(plan, target)
+    at_once = target.clusters.get(plan.cluster, 0)
+    if plan.meets and not plan.alone and plan.grid_blocks > plan.cluster * at_once:
+        yield (
+            f"{plan.grid_blocks} blocks meet, in clusters of {plan.cluster}, but at most {at_once} "
+            "of these run at once; give the grid fewer"
+        )
+
+
+def _thread_faults(plan: RowLoopPlan) -> Iterator[str]:
+    """Numbers that are no powers of two, and lanes and groups that are no block."""
     s = plan.schedule
     if any(n < 1 or n & (n - 1) for n in (s.lanes, s.vector, s.groups, s.depth)) or s.chunks < 1:
-        return (
+        yield (
             f"{s.lanes} lanes, vectors of {s.vector}, {s.groups} groups, {s.depth} rows each, "
             f"{s.chunks} chunks: powers of two, but the last"
         )
     if plan.threads % WARP or plan.threads > MAX_THREADS:
-        return (
+        yield (
             f"{s.groups} groups of {s.lanes} lanes; a block has whole warps and at most "
             f"{MAX_THREADS} threads"
         )
     if s.lanes < min(WARP, plan.cluster):
-        return f"{s.lanes} lanes; each sends to one of {plan.cluster} blocks of the cluster"
+        yield f"{s.lanes} lanes; each sends to one of {plan.cluster} blocks of the cluster"
     if plan.sums and s.lanes < 4:
-        return f"{s.lanes} lanes; sums over rows need 4"
+        yield f"{s.lanes} lanes; sums over rows need 4"
+
+
+def _reach_faults(plan: RowLoopPlan) -> Iterator[str]:
+    """Accesses that do not divide a row, or do not cover it."""
+    s = plan.schedule
     if plan.length % s.vector or plan.width % s.vector:
-        return (
+        yield (
             f"accesses of {s.vector} elements, and parts of {plan.width} of rows of {plan.length}"
         )
     if plan.covered < plan.width:
-        return (
+        yield (
             f"{s.lanes} lanes of {s.vector * s.chunks} elements do not cover the {plan.width} of a "
             "row"
         )
+
+
+def _room_faults(plan: RowLoopPlan, target: Target) -> Iterator[str]:
+    """Tiles that fit into no ring, no registers, or not beside other blocks."""
+    s = plan.schedule
     if s.resident not in (1, 2, 3) or s.resident * plan.threads > MAX_THREADS:
-        return (
+        yield (
             f"{s.resident} blocks of {plan.threads} threads on an SM; one to three, of at most "
             f"{MAX_THREADS} threads together"
         )
     if not plan.fits(target):
-        return f"{plan.shared_bytes} bytes of shared memory; the device has {target.shared_bytes}"
+        yield f"{plan.shared_bytes} bytes of shared memory; the device has {target.shared_bytes}"
     if s.stages and not plan.bulk:
-        return (
+        yield (
             f"parts of rows do not all begin and end at multiples of {BULK} bytes, so they cannot "
             "come through a ring; use stages=0"
         )
     if s.sliced and not s.blocks:
-        return "sliced=True, and no blocks to have the slices"
+        yield "sliced=True, and no blocks to have the slices"
     if s.sliced and (why := plan.unsliced):
-        return f"sliced=True, but {why}"
+        yield f"sliced=True, but {why}"
     if s.kept and s.vector * s.chunks * s.depth > MAX_HELD:
-        return (
+        yield (
             f"{s.depth} rows with {s.vector * s.chunks} elements each do not fit into the "
             f"registers of a thread; at most {MAX_HELD}"
         )
     if not s.stages and not s.kept:
-        return "without a ring a tile is kept in registers"
-    at_once = target.clusters.get(plan.cluster, 0)
-    if plan.meets and not plan.alone and plan.grid_blocks > plan.cluster * at_once:
-        return (
-            f"{plan.grid_blocks} blocks meet, in clusters of {plan.cluster}, but at most {at_once} "
-            "of these run at once; give the grid fewer"
-        )
-    return None
+        yield "without a ring a tile is kept in registers"
 
 
 def _shared_percent(plan: RowLoopPlan, target: Target) -> int:

@@ -159,21 +159,8 @@ class _Tracer:
         recorded: bool,
     ) -> Trace:  # fmt: skip
         """A trace, for calls that record gradients or not. Raises like `superoptimize_callable`."""
-        if watch.passing:
-            raise TraceError(
-                f"superoptimize({self.name}): {watch.passing} is an iterator, which gives "
-                "something else every time, and is read once where a function is traced; make what "
-                "it gives an argument"
-            )
-        # gradients are recorded to detect where the function disables that
-        recording = not watch.asks or torch.is_grad_enabled()
-        with torch.set_grad_enabled(recording):
-            observer = Observer(fn, watch.names)
-            module, stops = _exported(fn, self.name, args, kwargs, self.dynamic_shapes, observer)
-        if observer.change:
-            raise ChangesItself(observer.change)
-        if watch.hooked:
-            stops = stops or "a module has hooks that are called in the backward pass"
+        observer = Observer(fn, watch.names)
+        module, stops = self._program(fn, watch, args, kwargs, observer)
         regions, refused = regions_of(module, self.name, self.rest, recorded)
         if watch.seeds:
             _refuse_draws(module.graph, computed(regions), self.name)
@@ -203,6 +190,28 @@ class _Tracer:
             specs.range_constraints,
             any(r.forward_only for r in regions),
         )
+
+    def _program(
+        self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
+        observer: Observer,
+    ) -> tuple[fx.GraphModule, str]:  # fmt: skip
+        """The program, and in words the part of it that changes gradients and not values.
+        Raises TraceError, ChangesItself for what cannot be traced."""
+        if watch.passing:
+            raise TraceError(
+                f"superoptimize({self.name}): {watch.passing} is an iterator, which gives "
+                "something else every time, and is read once where a function is traced; make what "
+                "it gives an argument"
+            )
+        # gradients are recorded to detect where the function disables that
+        recording = not watch.asks or torch.is_grad_enabled()
+        with torch.set_grad_enabled(recording):
+            module, stops = _exported(fn, self.name, args, kwargs, self.dynamic_shapes, observer)
+        if observer.change:
+            raise ChangesItself(observer.change)
+        if watch.hooked:
+            stops = stops or "a module has hooks that are called in the backward pass"
+        return module, stops
 
     def _with_kernels(
         self, region: Region, refused: dict[fx.Node, str]

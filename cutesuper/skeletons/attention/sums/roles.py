@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import ENDING, LOAD, STORE, AxisKind, BlockOp, KernelStep
-from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import CONSTANT, TABLE
 from cutesuper.ir.operators.monoid import SUM
 from cutesuper.ir.thread import fuse
 from cutesuper.ir.unseen import Fate, fate
 from cutesuper.skeletons.attention.plan import Mask
 from cutesuper.skeletons.attention.roles import MAX_RANK, PIECE_BYTES, mask_of
+from cutesuper.skeletons.attention.sums.form import masked_or_longest
 from cutesuper.skeletons.attention.sums.plan import LoopSum, Score, Sight, StoredScores, SumsPlan
 from cutesuper.skeletons.attention.sums.schedule import SumsSchedule
 from cutesuper.skeletons.base import Argument, Output, Pages, View, arguments_of, view_of
@@ -130,9 +131,7 @@ class SumsRoles:
         own = [d for d in self.ops[scores[0].resident].dims if d not in streams]
         if not own:
             raise self._refuse("its rows have no label of their own")
-        masks = [op.attributes for op in self.ops if op.facets.masks]
-        named = [d for d in own if any(d in (m["rows"], m["columns"]) for m in masks)]
-        rows = max(named or own, key=lambda d: extent(self.program.dims[d]))
+        rows = masked_or_longest(own, self.ops, self.program.dims)
         for s in scores:
             if rows not in self.ops[s.resident].dims:
                 raise self._refuse(f"operation {s.resident} does not have the label {rows}")

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.function import once_differentiable
 
-from cutesuper.autodiff.gradient import Split
 from cutesuper.errors import ShapeError
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
@@ -18,6 +17,7 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.serial import dumps
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
 from cutesuper.torch.ops.attention.calls import KEPT_PLANS, Request, check
+from cutesuper.torch.ops.attention.gradient import compiled
 from cutesuper.torch.ops.attention.kind import KEPT_KINDS, Runner
 from cutesuper.torch.ops.attention.score_functions import (
     Call,
@@ -138,16 +138,10 @@ def _made(program: Program, device: torch.device) -> Passes:
     both = program.split
     if device.type in KERNEL_DEVICES:
         key = dumps(both.forward) + dumps(both.backward)
-        runners = _kernels.made_on(device, key, "flex_attention", lambda: _compiled(both))
+        runners = _kernels.made_on(device, key, "flex_attention", lambda: compiled(both))
     else:
         runners = _reference(both.forward), _reference(both.backward)
     return Passes(program, *runners)
-
-
-def _compiled(both: Split) -> tuple[Runner, Runner]:
-    from cutesuper.pipeline import best_kernel
-
-    return best_kernel(both.forward), best_kernel(both.backward)
 
 
 def _reference(graph: KernelGraph) -> Runner:

@@ -159,13 +159,14 @@ def _made(r: Request) -> Passes:
     wrt = (*_TENSORS, "mask") if r.mask_gradient else _TENSORS
     both = split(graph_of(kind), wrt, save=["out", "lse"])
     if r.query.device.type in KERNEL_DEVICES:
-        runners = _kernels.made_on(r.query.device, kind, "attention", lambda: _compiled(both))
+        runners = _kernels.made_on(r.query.device, kind, "attention", lambda: compiled(both))
     else:
         runners = _reference(kind, both.forward), _reference(kind, both.backward)
     return Passes(kind, memory_of(kind, extents), both, *runners)
 
 
-def _compiled(both: Split) -> tuple[Runner, Runner]:
+def compiled(both: Split) -> tuple[Runner, Runner]:
+    """The kernels of a forward and a backward pass."""
     from cutesuper.pipeline import best_kernel
 
     return best_kernel(both.forward), best_kernel(both.backward)
