@@ -196,8 +196,11 @@ class Softmax(Operator):
 
 @operator
 class Amax(Operator):
-    """Largest element along several dimensions, which stay with extent 1: a maximum of maxima,
-    whose gradient all elements that are equal to it share evenly, as in PyTorch."""
+    """Largest element along several dimensions, which stay with extent 1.
+
+    It is a maximum of maxima, whose gradient all elements that are equal to it share evenly, as in
+    PyTorch.
+    """
 
     name = "amax"
     arity = 1

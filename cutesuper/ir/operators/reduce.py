@@ -98,8 +98,10 @@ class Max(Reduction):
 
 
 def shares(g: Derivation, x: Tensor, dims: Sequence[int], y: Tensor, dy: Tensor) -> Tensor:
-    """The cotangent of x from that of its maximum y along some dimensions: all elements that are
-    equal to it have the same share."""
+    """The cotangent of x from that of its maximum y along some dimensions.
+
+    All elements that are equal to the maximum have the same share.
+    """
     largest = g.at_least(x, y)
     return g.mul(largest, g.div(dy, reduce(g.sum, dims, largest)))
 
