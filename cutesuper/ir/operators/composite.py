@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +19,7 @@ from cutesuper.ir.operators.base import (
     torch_module,
 )
 from cutesuper.ir.operators.index import LabelWeight, LengthMask, Pick
+from cutesuper.ir.operators.reduce import shares
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -190,6 +192,46 @@ class Softmax(Operator):
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 5.0 * size(result)
+
+
+@operator
+class Amax(Operator):
+    """Largest element along several dimensions, which stay with extent 1.
+
+    It is a maximum of maxima, whose gradient all elements that are equal to it share evenly, as in
+    PyTorch.
+    """
+
+    name = "amax"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"dims": ...}
+    composite = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        dims = attributes["dims"]
+        if not isinstance(dims, list | tuple):
+            raise ShapeError(f"amax(dims={dims!r}): must be a list of dimensions")
+        dims = attributes["dims"] = tuple(normal_dim(self.name, shapes[0], d) for d in dims)
+        if not dims or len(set(dims)) < len(dims):
+            raise ShapeError(
+                f"{show_call(self.name, shapes)}: dims={list(dims)} must name at least one "
+                "dimension, and each once"
+            )
+        return tuple(1 if i in dims else n for i, n in enumerate(shapes[0]))
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].amax(attributes["dims"], keepdim=True)
+
+    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        return reduce(g.max, attributes["dims"], args[0])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        return [shares(g, args[0], attributes["dims"], y, dy)]
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return float(size(shapes[0]))
 
 
 @operator

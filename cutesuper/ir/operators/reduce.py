@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import OperatorError, ShapeError
@@ -82,29 +84,26 @@ class Mean(Reduction):
 
 @operator
 class Max(Reduction):
-    """Largest element along a dimension."""
+    """Largest element along a dimension; `Amax` is that along several."""
 
     name = "max"
     method = "amax"
     reduces = MAX
-    torch_names = ("aten.amax.default", "aten.max.default")
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        """Even shares of the cotangent for elements that share the maximum, as of ``amax``.
-        A maximum of maxima has the share of all its elements."""
-        largest = self._shares(g, args[0], y)
-        return (g.mul(largest, g.div(dy, g.sum(largest, attributes["dim"]))),)
+        """Even shares of the cotangent for elements that share the maximum, as of ``amax``."""
+        return (shares(g, args[0], (attributes["dim"],), y, dy),)
 
-    def _shares(self, g: Derivation, x: Tensor, y: Tensor) -> Tensor:
-        """The number of elements equal to a maximum y that each element of its operand stands for.
-        0 or 1, but where the operand is a maximum along another dimension."""
-        largest = g.at_least(x, y)
-        if x.node.facets is not self:
-            return largest
-        own = self._shares(g, g.tensor(x.node.inputs[0]), x)
-        return g.mul(largest, g.sum(own, x.node.attributes["dim"]))
+
+def shares(g: Derivation, x: Tensor, dims: Sequence[int], y: Tensor, dy: Tensor) -> Tensor:
+    """The cotangent of x from that of its maximum y along some dimensions.
+
+    All elements that are equal to the maximum have the same share.
+    """
+    largest = g.at_least(x, y)
+    return g.mul(largest, g.div(dy, reduce(g.sum, dims, largest)))
 
 
 @operator
