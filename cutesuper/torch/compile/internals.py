@@ -14,6 +14,8 @@
 * ``torch._subclasses.fake_tensor``: shapes and strides of nodes added to a traced program are found
   like those of the others, with tensors without memory.
 * ``torch._export.utils``: the check that extents are those that a program was exported for.
+* ``torch.export._trace.print``: it prints half a graph to the terminal before it raises an error
+  that says all that helps.
 * ``grapharg.source`` of Dynamo's placeholders and ``desc`` of AOTAutograd's: the user's names of
   arguments and parameters, for reports only.
 * ``SymInt.node.hint``: the size of a symbolic extent in the call that is compiled for; the
@@ -127,6 +129,21 @@ def autograd_functions() -> Iterator[list[str]]:
             yield found
         finally:
             torch.autograd.Function.apply = own
+
+
+@contextmanager
+def unprinted_graphs() -> Iterator[None]:
+    """Keep ``torch.export`` from printing the graph of a program that it cannot trace, twice.
+    One thread at a time."""
+    from torch.export import _trace
+
+    module: Any = _trace
+    with _tracing:
+        module.print = lambda *args, **options: None
+        try:
+            yield
+        finally:
+            del module.print
 
 
 #: operators that Inductor replaces by operators of its own, which must have been loaded by then

@@ -42,6 +42,7 @@ from cutesuper.torch.compile.internals import (
     decides_by_data,
     decompositions,
     needs_data,
+    unprinted_graphs,
 )
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
@@ -257,7 +258,7 @@ def _refuse_draws(graph: fx.Graph, inside: set[fx.Node], name: str) -> None:
                 "draws random numbers, and the function seeds them, which a traced program would "
                 "not; make its generator, or the numbers, outside of the function"
             )
-            raise refusal(TraceError, name, n, reason)
+            raise refusal(TraceError, name, n, reason, REMEDY)
 
 
 def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
@@ -326,7 +327,12 @@ def _exported(
     The part is in words, or nothing."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
     try:
-        with _quiet(), autograd_functions() as own, observer.observing(module):
+        with (
+            _quiet(),
+            autograd_functions() as own,
+            unprinted_graphs(),
+            observer.observing(module),
+        ):
             program = torch.export.export(
                 module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
@@ -352,7 +358,11 @@ def _why(error: Exception) -> str:
     if needs_data(error):
         return f"the result of {error} depends on data; leave it outside of the function"
     if not decides_by_data(error):
-        text = str(error).strip().rstrip(".")
+        # without PyTorch's advice to call other functions of its own
+        ends = r"\s+(?:The error above occurred|For more information about)"
+        text = re.split(ends, str(error))[0].strip().rstrip(".")
+        if "dynamic_shapes" in text:
+            return text
         return (
             f"{text}; if the function itself raises with these arguments, mend that first. {REMEDY}"
         )
@@ -680,13 +690,8 @@ class Lazy:
         self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None
     ) -> None:
         """`TracedProgram.export` of the program that was traced last.
-        Without ``header`` `Kernel.export` of its kernel. Raises TraceError if it has not been
-        called yet, or, without ``header``, has several regions."""
-        program = self._latest("export(path)")
-        if header is None:
-            program.kernel.export(path)
-        else:
-            program.export(path, header=header)
+        Raises TraceError if it has not been called yet."""
+        self._latest("export(path)").export(path, header=header)
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
