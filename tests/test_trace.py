@@ -386,7 +386,9 @@ def test_what_no_kernel_runs_together_is_named_with_its_lines(
 
 
 def test_what_cannot_be_exported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     text = r"the value of a tensor decides at test_trace\.py:\d+, .*; write it with torch\.where"
     with pytest.raises(TraceError, match=text):
@@ -394,6 +396,16 @@ def test_what_cannot_be_exported(
     with pytest.raises(TraceError, match=r"if the function itself raises with these arguments"):
         traced(monkeypatch, lambda x: x @ x[:2, :2, :2], (X,))
     assert not [r for r in caplog.records if r.name == "torch._subclasses.fake_tensor"]
+    assert not any(capfd.readouterr())
+
+
+@pytest.mark.parametrize("fn", [
+    lambda x: x.nonzero() * 2.0, lambda x: x[x > 0] * 2, lambda x: torch.unique(x) + x.sum(),
+    lambda x: x[: x.sum().int().item()] * 2.0,
+], ids=["nonzero", "mask", "unique", "item"])  # fmt: skip
+def test_extents_that_depend_on_data(monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
+    with pytest.raises(TraceError, match=r"depends on data|the value of a tensor decides"):
+        traced(monkeypatch, fn, (X,))
 
 
 def test_a_dynamic_extent_that_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@
 * ``torch._inductor.decomposition``: decompositions of operators that ``torch.export`` leaves whole.
 * ``torch.autograd.Function.apply`` is replaced while a function is traced: ``torch.export`` looks
   through it, and its graph does not show that the function had a formula of its own.
+* ``torch.export._trace``: of a function that it cannot trace it prints the graph that there is.
 * ``torch._subclasses.fake_tensor``: shapes and strides of nodes added to a traced program are found
   like those of the others, with tensors without memory.
 * ``torch._export.utils``: the check that extents are those that a program was exported for.
@@ -169,6 +170,19 @@ def decides_by_data(error: Exception) -> bool:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return isinstance(error, GuardOnDataDependentSymNode)
+
+
+@contextmanager
+def without_prints() -> Iterator[None]:
+    """A context in which ``torch.export`` prints nothing; what it traces still does."""
+    from torch.export import _trace
+
+    own = vars(_trace)
+    own["print"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        own.pop("print", None)
 
 
 def random_as_in_eager() -> AbstractContextManager[Any]:
