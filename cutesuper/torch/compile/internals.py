@@ -177,7 +177,7 @@ def without_prints() -> Iterator[None]:
     """A context in which ``torch.export`` prints nothing; what it traces still does."""
     from torch.export import _trace
 
-    own = vars(_trace)
+    own = _trace.__dict__
     own["print"] = lambda *_, **__: None
     try:
         yield
