@@ -25,7 +25,6 @@ from cutesuper.autodiff.recompute import Reuse, choose
 from cutesuper.errors import GraphError
 from cutesuper.ir.arguments import shown
 from cutesuper.ir.derivation import Derivation
-from cutesuper.ir.dims import Symbol
 from cutesuper.ir.dtypes import DType, float32
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT, lookup
@@ -229,11 +228,6 @@ class _Joint:
         used = {name for _, name in self.inputs}
         for i in ends:
             t = self.graph.tensor(i)
-            if any(isinstance(d, Symbol) for d in t.shape[1:]):
-                raise GraphError(
-                    f"{self.call}: the cotangent of output {t!r} would be an input with a symbolic "
-                    "extent behind the first; transpose the output, or use a number"
-                )
             name = f"d{t.name}"
             while name in used:
                 name += "_"

@@ -126,8 +126,9 @@ class KernelGraph(NamedOperators):
         """Add an input.
 
         Args:
-            dims: extents; all but the last may be a `Symbol` (``cs.symbol("M")``), and a vector's
-                only one.
+            dims: extents, of which any may be a `Symbol` (``cs.symbol("M")``). Which ones a kernel
+                takes is up to its loop: matrix products the first extent, rows any but that of a
+                row, attention those of rows and keys.
             dtype: fp16, bf16 or fp32, which may differ from input to input; int32 for lengths and
                 tables of pages (`length_mask`, `gather_pages`); int64 or int32 for labels (`pick`,
                 `label_weight`) and indices of rows (`take_rows`, `put_rows`).
@@ -137,7 +138,7 @@ class KernelGraph(NamedOperators):
                 the stream has finished. Weights are, activations are not.
 
         Raises:
-            ShapeError: an extent that is not a positive int (or a Symbol before the last one).
+            ShapeError: an extent that is neither a positive int nor a Symbol.
             DTypeError: another element type.
             GraphError: a name that is taken, or that cannot be printed.
             OptionError: ``constant`` is neither True nor False.
@@ -151,13 +152,12 @@ class KernelGraph(NamedOperators):
                 "scalar, or a number where an operand may be one"
             )
         for i, d in enumerate(shape):
-            ok = isinstance(d, Symbol) and (i == 0 or i + 1 < len(shape))
-            ok = ok or (isinstance(d, int) and not isinstance(d, bool) and d > 0)
-            if not ok:
+            number = isinstance(d, int) and not isinstance(d, bool) and d > 0
+            if not (number or isinstance(d, Symbol)):
                 texts = [str(e) if isinstance(e, Symbol) else repr(e) for e in shape]
                 raise ShapeError(
                     f"new_input(dims=[{', '.join(texts)}]): extent {i} is {texts[i]}; extents are "
-                    "positive ints, and all but the last may be symbolic"
+                    "positive ints or symbols"
                 )
             if isinstance(d, Symbol):
                 self._check_symbol(d)

@@ -22,7 +22,7 @@ from cutesuper.ir.block import (
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.skeletons.base import Skeleton
-from cutesuper.skeletons.form import Form, check_symbols
+from cutesuper.skeletons.form import Form
 from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.targets import Target
 
@@ -83,8 +83,6 @@ def find_form(region: Region, program: LabelledProgram, target: Target) -> Recog
     for skeleton in SKELETONS:
         try:
             form = skeleton.recognize(region, program, target)
-            if form is not None and not skeleton.inner_symbols:
-                check_symbols(program)
         except SearchError as error:
             reasons.append(frameless(error))
             continue

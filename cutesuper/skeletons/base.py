@@ -124,11 +124,20 @@ class View:
             return ()
         return dict(zip(self.labels, self.growing, strict=True)).get(label, ())
 
+    def contiguous(self, label: str) -> bool:
+        """True if neighbours along ``label`` are neighbours in memory."""
+        return self.stride(label) == 1 and not self.growth(label)
+
+    def strided(self, label: str) -> bool:
+        """True if the tensor has ``label``, and its neighbours lie apart."""
+        return label in self.labels and not self.contiguous(label)
+
     @property
     def places(self) -> tuple[int, ...]:
         """Numbers of elements whose sums of multiples are the places of aligned runs.
         Runs are contiguous in memory that is aligned."""
-        return (*(s for s in self.strides if s != 1), self.offset)
+        apart = zip(self.labels, self.strides, strict=True)
+        return (*(s for d, s in apart if not self.contiguous(d)), self.offset)
 
 
 @dataclass(frozen=True)
@@ -353,7 +362,6 @@ class Skeleton(ABC):
         class_share: the part of `search.region.SearchOptions.max_classes` that a split may have.
         between_waists: True if only segments are searched that begin and end where few values
             cross.
-        inner_symbols: True if a tensor may have a symbolic extent that is not its first.
     """
 
     name: ClassVar[str]
@@ -361,7 +369,6 @@ class Skeleton(ABC):
     schedules: ClassVar[tuple[type[Schedule], ...]]
     class_share: ClassVar[float] = 1.0
     between_waists: ClassVar[bool] = False
-    inner_symbols: ClassVar[bool] = False
 
     # ------------------------------------------------------------------------------ the search
 

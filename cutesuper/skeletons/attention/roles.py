@@ -408,13 +408,6 @@ def _end(program: BlockProgram, label: str) -> tuple[str | None, int]:
 
 def _check_operands(plan: AttentionPlan, where: str) -> None:
     check_element_type(where, plan.dtype)
-    for a in plan.arguments:
-        last = next((d for d in reversed(a.shape) if d != 1), 1)
-        if isinstance(last, Symbol) and any(d not in (1, last) for d in a.shape):
-            raise LoweringError(
-                f"{where}: {a.name}{list(map(str, a.shape))} is stored along {last}, which is "
-                "symbolic; give it a last dimension that is a number"
-            )
     for i, op in enumerate(plan.program.ops):
         if "table" in op.attributes:
             _check_pages(plan, where, i)
@@ -438,7 +431,7 @@ def _check_operands(plan: AttentionPlan, where: str) -> None:
 
 def _check_output(plan: AttentionPlan, where: str, view: View) -> None:
     arg = plan.arguments[view.argument]
-    if plan.columns in view.labels and view.stride(plan.columns) != 1:
+    if plan.columns in view.labels and not view.contiguous(plan.columns):
         raise LoweringError(
             f"{where}: {arg.name}{list(map(str, arg.shape))} is stored, and not contiguous along "
             f"{plan.columns}; only results with this label, in this order, can be"
@@ -481,7 +474,13 @@ def _check_matrix(plan: AttentionPlan, where: str, view: View, contiguous: tuple
             f"{where}: {shape} has {len(view.labels)} labels, and bulk tensor "
             f"copies {MAX_RANK} dimensions; merge some"
         )
-    if not any(view.stride(d) == 1 for d in contiguous):
+    along = next((d for d in contiguous if view.contiguous(d)), None)
+    if along is not None and plan.grows(along):
+        raise LoweringError(
+            f"{where}: {shape} is stored along {arg.shape[-1]}, which is symbolic; give it a last "
+            "dimension that is a number"
+        )
+    if along is None:
         raise LoweringError(f"{where}: {shape} must be contiguous along {' or '.join(contiguous)}")
     if any(s * plan.element_bytes % PIECE_BYTES for s in view.places):
         raise unaligned(where, arg)

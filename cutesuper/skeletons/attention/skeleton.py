@@ -51,7 +51,6 @@ class Attention(Skeleton):
     plans = (AttentionPlan, SumsPlan)
     schedules = (AttentionSchedule, SumsSchedule)
     between_waists = True
-    inner_symbols = True
 
     def recognize(self, region: Region, program: LabelledProgram, target: Target) -> Form | None:
         """Rules for products of which the last one depends on another."""

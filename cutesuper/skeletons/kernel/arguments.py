@@ -80,7 +80,7 @@ class Extents:
     ) -> Any:
         """Offset in elements of the index-th element along some labels, the last one fastest."""
         counts = {d: self.of(d, tensors) for d in labels}
-        if self._wide(view):  # a layout with strides of 64 bits does not compile
+        if view.growing or self._wide(view):  # layouts with strides of 64 bits do not compile
             at = unravel(index, counts)
             return sum((at[d] * self.stride(view, d, tensors) for d in labels), Int64(0))
         counts = dict(reversed(counts.items()))  # in a layout, the first one varies fastest

@@ -25,7 +25,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, STORE, AxisKind, BlockProgram
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import Symbol, extent
-from cutesuper.skeletons.form import ALIGN, FOLDED, check_index
+from cutesuper.skeletons.form import ALIGN, FOLDED, check_index, check_symbols
 from cutesuper.skeletons.rows.roles import row_label
 from cutesuper.skeletons.rows.schedule import LARGE, MAX_ROW
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit
@@ -200,6 +200,8 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     if clustered:
         check_cluster_row(program, row)
     through = bool(region.taken or region.put or moved)
+    if through or clustered:
+        check_symbols(program)
     better = bool(reduced) and not through and _better_in_a_cluster(program, row, target)
     return RowForm(row, bool(reduced or moved), clustered or better)
 
@@ -213,9 +215,8 @@ def _row(program: LabelledProgram, reduced: Sequence[str]) -> str:
         raise SearchError("all tensors have one element; no kernel is made for that")
     if isinstance(program.dims[row], Symbol):
         raise SearchError(
-            f"rows run along {row}, which has the symbolic extent {program.dims[row]}; of a tensor "
-            "that is read only its first dimension may be symbolic, and another one must be longer "
-            "than 1"
+            f"rows run along {row}, which has the symbolic extent {program.dims[row]}; another "
+            "dimension must be a number above 1"
         )
     return row
 
@@ -239,6 +240,7 @@ def _better_in_a_cluster(program: LabelledProgram, row: str, target: Target) -> 
         return False
     try:
         check_cluster_row(program, row)
+        check_symbols(program)
     except SearchError:
         return False
     return True
@@ -279,6 +281,7 @@ def persistent_form(region: Region, program: LabelledProgram, target: Target) ->
     clustered = reduced and held > stage_limit(target)
     if clustered:
         check_cluster_row(program, row)
+    check_symbols(program)
     return PersistentForm(row, visited, tuple(summed), others, reduced, clustered)
 
 

@@ -12,7 +12,7 @@ from math import prod
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import ENDING, LOAD, STORE, Axis, AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Symbol, ceil_div, extent
-from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
+from cutesuper.skeletons.base import Argument, Indexed, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.legality import refuse_index, refuse_many_rows
 from cutesuper.skeletons.operands import check_symbols
@@ -245,10 +245,11 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
     program, where = step.program, f"kernel {step.name}"
     _check_structure(program, where)
     arguments = arguments_of(step, setting.tensors)
-    check_symbols(arguments, where)
     column = _column(program, *_views(program, arguments), where)
     program = with_row_reciprocals(program, column, arguments)
     loads, stores = _views(program, arguments)
+    if any(isinstance(v, Indexed) for v in (*loads.values(), *stores.values())):
+        check_symbols(arguments, where)
     reductions = tuple(i for i, o in enumerate(program.ops) if o.facets.reduces)
     rows = _row_order(program, [*loads.values(), *stores.values()], column)
     refuse_many_rows(prod(extent(program.dims[d]) for d in rows), where)
@@ -339,7 +340,7 @@ def _row_order(program: BlockProgram, views: list[View], column: str) -> tuple[s
     If tensors are strided along it, the label along which they are contiguous comes last, so that
     neighbouring rows are neighbours in memory."""
     rows = [d for d in program.dims if d != column]
-    strided = [v for v in views if v.stride(column) > 1 and v.labels[-1] in rows]
+    strided = [v for v in views if v.strided(column) and v.labels[-1] in rows]
     if strided:
         heaviest = max(strided, key=lambda v: prod(extent(program.dims[d]) for d in v.labels))
         rows.remove(heaviest.labels[-1])

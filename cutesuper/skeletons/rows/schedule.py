@@ -187,7 +187,7 @@ class RowLoopSchedule(Schedule):
 def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     """The schedule of a row kernel whose own is not known yet."""
     reduces = bool(plan.reductions or plan.scans)
-    contiguous = [v for v in plan.views if v.stride(plan.column) == 1]
+    contiguous = [v for v in plan.views if v.contiguous(plan.column)]
     if reduces and not contiguous and plan.length <= MAX_STRIDED and not plan.scans:
         lanes = min(WARP, power_of_two(ceil_div(plan.length, 32)))
         chunks = ceil_div(plan.length, lanes)
@@ -196,7 +196,7 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     vector = _vector(plan)
     if plan.turns:
         return _turning(plan, target, vector)
-    if not reduces and any(v.stride(plan.column) > 1 for v in plan.views):
+    if not reduces and any(v.strided(plan.column) for v in plan.views):
         # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes its
         # own 16 bytes
         lanes = min(8, power_of_two(ceil_div(plan.length, vector)))
@@ -291,7 +291,7 @@ def _strip(length: int, vector: int, lanes: int) -> int:
 def _vector(plan: RowPlan) -> int:
     """Elements per access: 16 bytes of the widest type, as far as row lengths allow.
     Tensors that are strided along the row are read element by element in any case."""
-    contiguous = [v for v in plan.views if v.stride(plan.column) == 1]
+    contiguous = [v for v in plan.views if v.contiguous(plan.column)]
     widest = max(map(plan.itemsize, contiguous or plan.views))
     places = [n for v in contiguous for n in v.places]
     return gcd(BULK // widest, plan.length, *places) if contiguous else 1
@@ -423,7 +423,7 @@ def _common_vector(plan: RowLoopPlan, vector: int) -> int:
     for v in views:
         if plan.column not in v.labels:
             continue
-        if v.stride(plan.column) != 1:
+        if not v.contiguous(plan.column):
             return 1
         for n in (*v.places, plan.length, plan.width):
             while n % vector:

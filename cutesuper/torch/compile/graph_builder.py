@@ -170,6 +170,15 @@ def memory_order(t: torch.Tensor) -> list[int] | None:
     return order
 
 
+def is_dense(t: torch.Tensor) -> bool:
+    """True for a tensor without gaps whose dimensions are in order."""
+    order = memory_order(t)
+    if order is None:
+        return False
+    order = [d for d in order if not equal(t.shape[d], 1)]
+    return order == sorted(order)
+
+
 def copied_order(t: torch.Tensor) -> list[int]:
     """The order of a tensor's dimensions in a kernel: that of memory, gaps or not.
     An element-wise result has its operand's order too, but has no gaps."""

@@ -11,11 +11,10 @@
 * ``torch._inductor.decomposition``: decompositions of operators that ``torch.export`` leaves whole.
 * ``torch.autograd.Function.apply`` is replaced while a function is traced: ``torch.export`` looks
   through it, and its graph does not show that the function had a formula of its own.
+* ``torch.export._trace``: of a function that it cannot trace it prints the graph that there is.
 * ``torch._subclasses.fake_tensor``: shapes and strides of nodes added to a traced program are found
   like those of the others, with tensors without memory.
 * ``torch._export.utils``: the check that extents are those that a program was exported for.
-* ``torch.export._trace.print``: it prints half a graph to the terminal before it raises an error
-  that says all that helps.
 * ``grapharg.source`` of Dynamo's placeholders and ``desc`` of AOTAutograd's: the user's names of
   arguments and parameters, for reports only.
 * ``SymInt.node.hint``: the size of a symbolic extent in the call that is compiled for; the
@@ -131,21 +130,6 @@ def autograd_functions() -> Iterator[list[str]]:
             torch.autograd.Function.apply = own
 
 
-@contextmanager
-def unprinted_graphs() -> Iterator[None]:
-    """Keep ``torch.export`` from printing the graph of a program that it cannot trace, twice.
-    One thread at a time."""
-    from torch.export import _trace
-
-    module: Any = _trace
-    with _tracing:
-        module.print = lambda *args, **options: None
-        try:
-            yield
-        finally:
-            del module.print
-
-
 #: operators that Inductor replaces by operators of its own, which must have been loaded by then
 _POOLING = ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
 
@@ -186,6 +170,19 @@ def decides_by_data(error: Exception) -> bool:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     return isinstance(error, GuardOnDataDependentSymNode)
+
+
+@contextmanager
+def without_prints() -> Iterator[None]:
+    """A context in which ``torch.export`` prints nothing; what it traces still does."""
+    from torch.export import _trace
+
+    own = _trace.__dict__
+    own["print"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        own.pop("print", None)
 
 
 def random_as_in_eager() -> AbstractContextManager[Any]:

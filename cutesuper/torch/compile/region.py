@@ -38,6 +38,7 @@ from cutesuper.torch.compile.graph_builder import (
     copied_order,
     explain,
     fake,
+    is_dense,
     memory_order,
 )
 from cutesuper.torch.compile.length_masks import reads
@@ -449,7 +450,7 @@ def _root(node: fx.Node) -> fx.Node | None:
     while is_free(root) and len(root.all_input_nodes) == 1:
         [root] = root.all_input_nodes
     val = root.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype != dtype or not val.is_contiguous():
+    if not isinstance(val, torch.Tensor) or val.dtype != dtype or not is_dense(val):
         return None
     return root if _shares_memory(val, fake(node)) else None
 

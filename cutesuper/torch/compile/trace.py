@@ -42,7 +42,7 @@ from cutesuper.torch.compile.internals import (
     decides_by_data,
     decompositions,
     needs_data,
-    unprinted_graphs,
+    without_prints,
 )
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
@@ -327,12 +327,7 @@ def _exported(
     The part is in words, or nothing."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
     try:
-        with (
-            _quiet(),
-            autograd_functions() as own,
-            unprinted_graphs(),
-            observer.observing(module),
-        ):
+        with _quiet(), autograd_functions() as own, without_prints(), observer.observing(module):
             program = torch.export.export(
                 module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )

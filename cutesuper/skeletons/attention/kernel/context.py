@@ -72,7 +72,7 @@ class Known:
         keys, values = plan.view(plan.key_load), plan.view(plan.value_load)
         return Known(
             plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), keys, values,
-            keys.stride(plan.inner) == 1, values.stride(plan.columns) == 1, s.stages,
+            keys.contiguous(plan.inner), values.contiguous(plan.columns), s.stages,
             s.key_groups, s.row_groups, plan.warpgroups, 4 * plan.warpgroups,
             plan.key_tile, plan.depth, plan.width, s.dependent_launch,
         )  # fmt: skip

@@ -275,13 +275,13 @@ def _check_operands(plan: SumsPlan, where: str) -> None:
         check_same_type(where, plan.dtype, arg)
         if isinstance(view, Pages) or len(view.labels) > MAX_RANK:
             raise LoweringError(f"{where}: {shape} is no tensor of at most {MAX_RANK} labels")
-        if view.stride(plan.inner(load)) != 1:
+        if not view.contiguous(plan.inner(load)):
             raise LoweringError(f"{where}: {shape} must be contiguous along {plan.inner(load)}")
         if any(s * plan.element_bytes % PIECE_BYTES for s in view.places):
             raise unaligned(where, arg)
     for s in plan.stores:
         arg = plan.arguments[s.view.argument]
-        if s.view.stride(plan.loop) != 1 or plan.visits:
+        if not s.view.contiguous(plan.loop) or plan.visits:
             raise LoweringError(
                 f"{where}: {arg.name}{list(map(str, arg.shape))} is stored tile by tile, and not "
                 f"contiguous along {plan.loop} alone"
@@ -289,7 +289,7 @@ def _check_operands(plan: SumsPlan, where: str) -> None:
     for output in plan.outputs:
         columns = {s.columns for s in plan.sums if s.final in output.expression.leaves}
         arg = plan.arguments[output.view.argument]
-        if len(columns) != 1 or output.view.stride(next(iter(columns))) != 1:
+        if len(columns) != 1 or not output.view.contiguous(next(iter(columns))):
             raise LoweringError(
                 f"{where}: {arg.name}{list(map(str, arg.shape))} is stored, and not contiguous "
                 "along the columns of one sum"

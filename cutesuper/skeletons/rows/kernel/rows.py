@@ -180,7 +180,7 @@ class RowKernel:
         if not self.plan.rows:
             return Int32(0)
         found = self.extents.place(view, self.plan.rows, row, tensors)
-        wide = self.vector if view.stride(self.plan.column) == 1 else 1
+        wide = self.vector if view.contiguous(self.plan.column) else 1
         return cute.assume(found, divby=wide)
 
     def start(self, view: View, tensors: list[cute.Tensor], row: Any) -> cute.Pointer:
@@ -241,16 +241,19 @@ class RowKernel:
         """Read a row; elements past its end are not used, and are read from its last access."""
         base = self.start(view, tensors, row)
         if not isinstance(view, Indexed):
-            self.read_from(base, view, first, registers)
+            self.read_from(base, view, tensors, first, registers)
         elif self.plan.column in view.index.labels:
             self.read_each(base, view, tensors, row, first, registers)
         else:
             place, known = self.place(view, tensors, row)
             place = cute.assume(place, divby=math.gcd(self.vector, view.row_stride))
-            self.read_from(base + place, view, first, registers)
+            self.read_from(base + place, view, tensors, first, registers)
             self.keep_known(known, registers)
 
-    def read_from(self, base: cute.Pointer, view: View, first: Any, registers: cute.Tensor) -> None:
+    def read_from(
+        self, base: cute.Pointer, view: View, tensors: list[cute.Tensor], first: Any,
+        registers: cute.Tensor,
+    ) -> None:  # fmt: skip
         """Read a row from its first element on."""
         if self.plan.column not in view.labels:
             registers[0] = one(base + 0)[0]
@@ -259,7 +262,7 @@ class RowKernel:
             at = first + c * (self.lanes * self.vector)
             if self.ragged:
                 at = cutlass.min(at, self.length - self.vector)
-            self.read(view, base, at, registers[None, c])
+            self.read(view, tensors, base, at, registers[None, c])
 
     def read_each(
         self,
@@ -326,20 +329,26 @@ class RowKernel:
             return registers[0].to(Float32) if registers.element_type.is_float else registers[0]
         return widen(registers)
 
-    def read(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
+    def read(
+        self, view: View, tensors: list[cute.Tensor], base: cute.Pointer, at: Any,
+        registers: cute.Tensor,
+    ) -> None:  # fmt: skip
         """Read ``vector`` elements of a row, in one access if they are contiguous.
         Else one by one."""
-        stride = self.extents.stride(view, self.plan.column, [])  # a number: rows are not symbolic
-        if view.stride(self.plan.column) == 1:
+        stride = self.extents.stride(view, self.plan.column, tensors)
+        if view.contiguous(self.plan.column):
             cute.autovec_copy(self.piece(base, at), registers)
             return
         for e in range(self.vector):
             registers[e] = element(base, (at + e) * stride)
 
-    def write(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
+    def write(
+        self, view: View, tensors: list[cute.Tensor], base: cute.Pointer, at: Any,
+        registers: cute.Tensor,
+    ) -> None:  # fmt: skip
         """Write ``vector`` elements of a row: the inverse of `read`."""
-        stride = self.extents.stride(view, self.plan.column, [])
-        if view.stride(self.plan.column) == 1:
+        stride = self.extents.stride(view, self.plan.column, tensors)
+        if view.contiguous(self.plan.column):
             cute.autovec_copy(registers, self.piece(base, at))
             return
         for e in range(self.vector):
@@ -453,9 +462,9 @@ class RowKernel:
                     at = first + c * (self.lanes * self.vector)
                     if cutlass.const_expr(self.ragged):
                         if at < self.length:
-                            self.write(view, base, at, registers[None, c])
+                            self.write(view, tensors, base, at, registers[None, c])
                     else:
-                        self.write(view, base, at, registers[None, c])
+                        self.write(view, tensors, base, at, registers[None, c])
 
     @cute.jit
     def put(
@@ -488,7 +497,7 @@ class RowKernel:
                 for c in cutlass.range_constexpr(self.chunks):
                     at = first + c * (self.lanes * self.vector)
                     if at < self.length:
-                        self.write(view, base, at, registers[None, c])
+                        self.write(view, tensors, base, at, registers[None, c])
         else:
             registers = stored(value, (self.vector, self.chunks), dtype)
             base = target + self.offset(view, tensors, row)

@@ -99,8 +99,7 @@ def attention(
     once it has run with the same kind of arguments, into CUDA graphs.
 
     Query, key and value have gradients: the call keeps one number for each row, and the backward
-    pass computes the scores again, in kernels for just these extents. Its results are the same bits
-    in every run.
+    pass computes the scores again. Its results are the same bits in every run.
 
     Args:
         query: ``[B, Hq, L, D]``, of float16 or bfloat16; of float32 on the CPU only. Contiguous, or
@@ -111,9 +110,8 @@ def attention(
         value: ``[B, Hkv, S, Dv]``, likewise.
         attn_mask: broadcasts to ``[B, Hq, L, S]``. Of bool: True where a key is seen, and rows that
             see none are zero; of float32 or the query's type: added to the scores, with a
-            gradient, which takes memory for all scores where the bias broadcasts. Its kernels
-            are for just these extents; where ``is_causal`` or ``key_lengths`` say the same, they
-            are faster.
+            gradient, which takes memory for all scores where the bias broadcasts. Where
+            ``is_causal`` or ``key_lengths`` say the same, they are faster.
         dropout_p: 0.
         is_causal: row i sees keys 0..i. With ``key_lengths`` the last row sees the last key of its
             sequence, and row i those up to L - 1 - i before it, as in decoding with a cache.
