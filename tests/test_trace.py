@@ -643,6 +643,8 @@ def test_what_pytorch_says_of_a_trace_is_short() -> None:
     with pytest.raises(TraceError, match=r"top-level keys must be the arg names") as raised:
         cs.superoptimize(lambda x, y: x * y, (X, X), dynamic_shapes=rows)
     assert "export()" not in str(raised.value) and "http" not in str(raised.value)
+    with pytest.raises(TraceError, match=r"do not fit: missing a required argument: 'y'$"):
+        cs.superoptimize(lambda x, y: x * y, (X,))
 
 
 def test_a_module_that_changes_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,6 +348,10 @@ def _exported(
         return program.module(**options), undifferentiable
 
 
+#: the beginnings of what Python says of arguments that a function does not have, or lacks
+_UNFIT = re.compile("missing a required|too many positional|got an unexpected|multiple values")
+
+
 def _why(error: Exception) -> str:
     """The reason of an error of PyTorch, and what to do."""
     if needs_data(error):
@@ -358,6 +362,8 @@ def _why(error: Exception) -> str:
         text = re.split(ends, str(error))[0].strip().rstrip(".")
         if "dynamic_shapes" in text:
             return text
+        if isinstance(error, TypeError) and _UNFIT.match(text):
+            return f"its arguments do not fit: {text}"
         return (
             f"{text}; if the function itself raises with these arguments, mend that first. {REMEDY}"
         )
