@@ -217,3 +217,14 @@ def test_a_convolution_on_the_device(last: bool) -> None:
     exact = F.relu(torch.einsum("oc,nchw->nohw", w.double()[:, :, 0, 0], x.double()))
     torch.testing.assert_close(y.double(), exact, rtol=2e-3, atol=2e-3)
     assert not program.outside and y.is_contiguous(memory_format=torch.channels_last) == last
+
+
+def test_casts_of_quantized_weights_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w.to(x.dtype))
+
+    inputs = X, torch.randint(-8, 8, (24, 32), dtype=torch.int8)
+    program = traced(monkeypatch, fn, inputs)
+    check(program, fn, inputs)
+    [line] = program.outside
+    assert line.startswith("aten._to_copy.default (test_rest.py:")

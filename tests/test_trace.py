@@ -636,6 +636,11 @@ def test_each_region_is_drawn_into_a_file(tmp_path: Path) -> None:
         program.export(tmp_path / "f.so")
     with pytest.raises(TraceError, match=r"aten.sort.default \(test_trace.py:\d+\) needs PyTorch"):
         program.export(tmp_path / "f.so", header=tmp_path / "f.h")
+    halves = cs.superoptimize(lambda x: (x * 2).chunk(2, -1), (randn(4, 64),), target="h200")
+    with pytest.raises(
+        TraceError, match=r"aten.chunk.default .* makes a part with gaps of a tensor"
+    ):
+        halves.export(tmp_path / "f.so", header=tmp_path / "f.h")
 
 
 def test_what_pytorch_says_of_a_trace_is_short() -> None:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from cutesuper.targets import Target
+from cutesuper.torch.compile.graph_builder import CONDITIONS, FLOATS
 from cutesuper.torch.compile.internals import hint_of
 from cutesuper.torch.compile.length_masks import unread
 from cutesuper.torch.compile.region import Region, places
@@ -74,8 +75,11 @@ def left_to_pytorch(
         target: the GPU that costs are for.
     """
     inside = computed(regions)
+    read = {operand.node for r in regions for operand in r.inputs}
     for n in graph.nodes:
-        if n.op == "call_function" and n not in inside and _computes(n):
+        if n.op != "call_function" or n in inside:
+            continue
+        if _computes(n) or (n in read and _is_converted(n)):
             reason = "" if is_own(n) else refused.get(n, "")
             yield Left(str(n.target), places([n]), _us(n, target), reason)
 
@@ -90,6 +94,15 @@ def _computes(node: fx.Node) -> bool:
     """True for an operator that makes new tensors."""
     seen_through = is_free(node) or getattr(node.target, "is_view", node.target is getitem)
     return not seen_through and bool(list(tensors_of(node)))
+
+
+def _is_converted(node: fx.Node) -> bool:
+    """True for a cast of numbers that kernels do not read, such as quantized weights."""
+    values = (n.meta.get("val") for n in node.all_input_nodes)
+    known = (*FLOATS, *CONDITIONS)
+    return is_free(node) and any(
+        isinstance(v, torch.Tensor) and v.dtype not in known for v in values
+    )
 
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:

@@ -78,7 +78,9 @@ class _Reader(fx.Interpreter):
             value = super().run_node(n)
         if isinstance(value, torch.Tensor) and n.op != "placeholder":
             made = n.all_input_nodes[0] if n.target is getitem else n
-            self._part(value, f"{made.target} ({places([made])}) needs PyTorch at the call")
+            view = value.untyped_storage()._cdata in self._places
+            why = "makes a part with gaps of a tensor" if view else "needs PyTorch at the call"
+            self._part(value, f"{made.target} ({places([made])}) {why}")
         return value
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
