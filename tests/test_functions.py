@@ -89,7 +89,8 @@ ODD = (0.0, -0.0, inf, -inf, nan, 5e-324, -5e-324, 1e308, -1e308, 1.0, -1.0, 0.5
        -3, 5, -5)  # fmt: skip
 #: where PyTorch's own formula overflows, or takes the limit of a power
 PYTORCH_ONLY = {"square": (1e308, -1e308), "hardswish": (1e308,),
-                "power": (-inf, -0.0, 1e308, -1e308), "hardtanh": (1e308, -1e308), "logit": (-0.0, -5e-324, 5e-324)}  # fmt: skip
+                "power": (-inf, -0.0, 1e308, -1e308), "hardtanh": (1e308, -1e308),
+                "logit": (-0.0, -5e-324, 5e-324)}  # fmt: skip
 #: where the reference has another slope
 OPERATOR = {"log1p_exp": F.softplus, "hardtanh": F.hardtanh}
 WITH = {"clamp": (-1.0, 3.0), "hardtanh": (-1.0, 3.0)}

@@ -212,7 +212,8 @@ ALONG = ("{0}.sum(DIM)", "{0}.sum(DIM, keepdim=True)", "{0}.mean(DIM, keepdim=Tr
          "{0}.log_softmax(DIM)", "{0}.logsumexp(DIM)", "{0}.var(DIM, keepdim=True)",
          "{0}.std(DIM, correction=0)", "{0}.norm(dim=DIM, keepdim=True)",
          "F.normalize({0}, dim=DIM)", "{0}.sum()", "{0}.mean()", "{0}.amax()",
-         "{0}.max(DIM).values", "F.glu({0}, DIM)", "F.softmin({0}, DIM)", "{0}.cumsum(DIM)")  # fmt: skip
+         "{0}.max(DIM).values", "F.glu({0}, DIM)", "F.softmin({0}, DIM)",
+         "{0}.cumsum(DIM)")  # fmt: skip
 #: with an eps: the default depends on the element type, and so is another one in float64
 NORMS = (
     "F.rms_norm({0}, {0}.shape[-1:], eps=1e-5)",
