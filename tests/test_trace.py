@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -616,6 +617,21 @@ def test_a_decorated_function_can_be_looked_at(tmp_path: Path) -> None:
     assert (tmp_path / "scaled.svg").read_text().startswith("<svg")
     with pytest.raises(CompileError, match=r"cannot write .*: No such file"):
         scaled.export(tmp_path / "none" / "scaled.so", header=tmp_path / "scaled.h")
+
+
+def test_each_region_is_drawn_into_a_file(tmp_path: Path) -> None:
+    """Reports name what other operators made by the line that made it."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return torch.softmax((x * w).sort().values * w, -1)
+
+    program = cs.superoptimize(f, (randn(4, 64), randn(64)), rest="torch", target="h200")
+    files = program.draw(tmp_path / "f.svg")
+    assert files == (tmp_path / "f.0.svg", tmp_path / "f.1.svg")
+    assert all(file.read_text().startswith("<svg") for file in files)
+    heads = [line for line in program.explain().splitlines() if re.match(r"region \d \(", line)]
+    assert heads[0].endswith(": X is x, W is w")
+    assert re.search(r": X is a value of test_trace.py:\d+, W is w$", heads[1])
 
 
 def test_a_module_that_changes_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:

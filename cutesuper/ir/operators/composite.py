@@ -91,8 +91,8 @@ class RmsNorm(Operator):
 
 @operator
 class LayerNorm(Operator):
-    """(x - mean x) / sqrt(mean (x - mean x)^2 + eps) over the last dimension, with an optional
-    weight and bias (arXiv:1607.06450)."""
+    """(x - mean x) / sqrt(mean (x - mean x)^2 + eps) over the last dimension.
+    With an optional weight and bias (arXiv:1607.06450)."""
 
     name = "layer_norm"
     arity = -1  # x; x and weight; x, weight and bias
@@ -139,8 +139,9 @@ class LayerNorm(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
-        """With x^ = (x - mean) r, r = 1 / sqrt(var + eps): dx = r (w dy - mean(w dy) - x^ mean(x^ w
-        dy)), with both means taken at once, because the mean of x^ is 0. dw = dy x^, db = dy."""
+        """The gradients dx = r (w dy - mean(w dy) - x^ mean(x^ w dy)), dw = dy x^, db = dy.
+        Here x^ = (x - mean) r and r = 1 / sqrt(var + eps); both means are taken at once, because
+        the mean of x^ is 0."""
         x = args[0]
         centred = g.sub(x, g.named(g.mean(x, -1), "mean"))
         variance = g.mean(g.square(centred), -1)
@@ -195,8 +196,11 @@ class Softmax(Operator):
 
 @operator
 class Amax(Operator):
-    """Largest element along several dimensions, which stay with extent 1: a maximum of maxima,
-    whose gradient all elements that are equal to it share evenly, as in PyTorch."""
+    """Largest element along several dimensions, which stay with extent 1.
+
+    It is a maximum of maxima, whose gradient all elements that are equal to it share evenly, as in
+    PyTorch.
+    """
 
     name = "amax"
     arity = 1
@@ -251,8 +255,9 @@ class LogSumExp(Operator):
         return args[0].logsumexp(attributes["dim"], keepdim=True)
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        """Return an infinite maximum as the result: inf - inf would be NaN. (The same is done if
-        its square overflows: the logarithm that is left out is lost beside it.)"""
+        """Return an infinite maximum as the result: inf - inf would be NaN.
+        (The same is done if its square overflows: the logarithm that is left out is lost beside
+        it.)"""
         dim = attributes["dim"]
         largest = g.max(args[0], dim)
         rest = g.log(g.sum(g.exp(g.sub(args[0], largest)), dim))

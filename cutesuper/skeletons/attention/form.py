@@ -75,8 +75,9 @@ class AttentionForm:
     # ------------------------------------------------------------------------ rules of saturation
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """True except for arithmetic on partial sums (scores minus the maximum of their tile are
-        allowed), and for values that mix labels which only products may bring together."""
+        """True except for arithmetic on partial sums, and for values that mix labels of products.
+        Scores minus the maximum of their tile are allowed; only products may bring these labels
+        together."""
         labels = frozenset[str]().union(*operands)
         if state.pending and self.keys not in labels:
             # a maximum, by which scores may be shifted; no operator of one number takes it
@@ -91,8 +92,8 @@ class AttentionForm:
         return self.inner not in labels or all(self.inner in x for x in operands)
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """True for reductions of Q and K over the inner label, of V over its columns, and of scores
-        over the keys."""
+        """True for the reductions that the loop runs.
+        Of Q and K over the inner label, of V over its columns, and of scores over the keys."""
         rows = not labels.isdisjoint(self.rows)
         if over == self.keys:
             return rows
@@ -384,8 +385,8 @@ class _Hoist:
         return tuple(f for f in factors if label not in self.ops[f.value].labels)
 
     def _made(self, factors: Monomial) -> int:
-        """The operation that computes a monomial; numbers meet values of rows, and vectors meet
-        vectors, before either meets a matrix."""
+        """The operation that computes a monomial.
+        Numbers meet values of rows, and vectors meet vectors, before either meets a matrix."""
         groups: list[Factor] = []
         for f in sorted(factors, key=lambda f: self._elements(f.value)):
             labels = self.ops[f.value].labels

@@ -71,10 +71,10 @@ def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
 
 
 def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
-    """The dimensions that are reduced, last ones first. Adjacent ones are one, except the last of
-    all where there are few rows: it is a row then, rows are reduced first, and where they meet
-    next. Rows that are too long for a kernel are divided, and their parts meet together with the
-    rows where they are few."""
+    """The dimensions that are reduced, last ones first.
+    Adjacent ones are one, except the last of all where there are few rows: it is a row then, rows
+    are reduced first, and where they meet next. Rows that are too long for a kernel are divided,
+    and their parts meet together with the rows where they are few."""
     runs: list[list[int]] = []
     last = len(x.dims) - 1
     many = _one_row(x, dims)
@@ -116,8 +116,8 @@ def _count(x: Value, dims: Sequence[int]) -> Any:
 
 
 def divided(row: Dims, alone: bool) -> list[Dims]:
-    """A row that no kernel holds as parts of rows, and the row of these parts; any other row as it
-    is.
+    """A row that no kernel holds as parts of rows, and the row of these parts.
+    Any other row as it is.
 
     before: a row of 393216; after: 48 parts of 8192, which are reduced first. A row whose length
     has no factor that suits stays as it is.
@@ -297,8 +297,8 @@ class _Truth(Reduction):
 
 
 class _Norm2(Reduction):
-    """The root of the sum of squares; the sum or the maximum of absolute values for the orders 1
-    and infinity."""
+    """The root of the sum of squares.
+    The sum or the maximum of absolute values for the orders 1 and infinity."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if self._order(a) not in (1.0, 2.0, inf):
