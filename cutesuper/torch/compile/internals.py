@@ -177,12 +177,12 @@ def without_prints() -> Iterator[None]:
     """A context in which ``torch.export`` prints nothing; what it traces still does."""
     from torch.export import _trace
 
-    own = _trace.__dict__
-    own["print"] = lambda *_, **__: None
+    own: Any = _trace
+    own.print = lambda *_, **__: None
     try:
         yield
     finally:
-        own.pop("print", None)
+        del own.print
 
 
 def random_as_in_eager() -> AbstractContextManager[Any]:

@@ -44,6 +44,7 @@ from cutesuper.torch.compile.internals import (
     needs_data,
     without_prints,
 )
+from cutesuper.torch.compile.losses import LOSSES
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
 from cutesuper.torch.compile.refusals import NO_KERNEL, REMEDY, refusal, without_kernel
@@ -404,7 +405,7 @@ def _decompositions() -> Any:
     Convolutions become products, pooling reductions, and the operators of `cutesuper.ops` on rows
     their parts, which are fused with others."""
     table = decompositions(is_known)
-    for operator, formula in {_convolution: pointwise, **POOLING, **FORMULAS}.items():
+    for operator, formula in {_convolution: pointwise, **POOLING, **LOSSES, **FORMULAS}.items():
         table[operator] = formula
     return table
 
