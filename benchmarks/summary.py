@@ -126,7 +126,7 @@ def headline(lines: Sequence[Line]) -> str:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """A row for each line, and what it was measured with."""
+    """A row for each line, then the versions of everything measured."""
     header = ["program", "type", "fastest other", "us", "**cutesuper**, us", "floor, us", "speedup"]
     rows = [
         [e.choice.program, e.dtype, LABELS[e.peer], number(e.peer_us), number(e.ours_us),

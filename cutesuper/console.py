@@ -31,7 +31,7 @@ class Finding:
 
 
 def doctor() -> int:
-    """Print what is installed, what is missing, and what to do about it.
+    """Print the installed and the missing parts, with a remedy for each missing one.
     Returns 1 if no kernel can be compiled."""
     findings = list(_findings())
     for f in findings:

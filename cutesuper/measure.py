@@ -220,7 +220,7 @@ class Sets:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The number of samples, and what comes before them.
+    """The number of samples, and of rounds before them.
 
     Attributes:
         count: rounds, in each of which every recording is replayed once.

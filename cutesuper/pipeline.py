@@ -382,7 +382,7 @@ class Outcome:
     seconds: float
 
     def result(self) -> tuple[SearchResult, Choice]:
-        """The result of `find`. Raises what it raised."""
+        """The result of `find`. Raises its errors."""
         if isinstance(self.found, CutesuperError):
             raise self.found
         return self.found

@@ -190,7 +190,7 @@ def time_steps(run: Run, ways: Sequence[str]) -> list[Result]:
 
 
 def generate(run: Run, generation: Generation, replay: Call) -> tuple[Outputs, Outputs]:
-    """Logits of the first steps, and what they are in float64 on the same tokens."""
+    """Logits of the first steps, and the same in float64 on the same tokens."""
     generation.restart()
     tokens, logits = [], []
     for _ in range(CHECKED):
@@ -240,7 +240,7 @@ def prepare(part: Callable[..., Tensor], inputs: Sequence[Sequence[Any]]) -> Cal
 
 
 def last_of(part: Callable[..., Tensor], inputs: Sequence[Sequence[Any]]) -> Outputs:
-    """Run a part in some layers; what the last one gives."""
+    """Run a part in some layers; returns the result of the last one."""
     return {"result": [part(*given) for given in inputs][-1]}
 
 

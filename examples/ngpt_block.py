@@ -75,7 +75,7 @@ TORCH = Operators(
 
 
 def _unit(g: Any, x: Any) -> tuple[Any, Any]:
-    """Rows of length 1, and what they were multiplied by."""
+    """Rows of length 1, and their factors."""
     factor = g.rsqrt(g.sum(g.square(x), -1))
     return g.mul(x, factor), factor
 

@@ -144,7 +144,7 @@ def _worth_keeping(reuse: Reuse, used: set[int]) -> set[int]:
 
 
 def _sparing(reuse: Reuse, worth: set[int]) -> set[int]:
-    """The values without those that spare no product, if what is computed again needs them.
+    """The values without those that spare no product and would be computed again all the same.
 
     If the products before an output are computed again anyway, so is the output: it is rounded to
     its type and they are not, and their differences would be of the size of that rounding. The

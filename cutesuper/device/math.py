@@ -72,7 +72,7 @@ class DeviceMath:
         return _each(_at_least, x, y)
 
     def kept(self, condition: Any, x: Any, other: float) -> Any:
-        """x where the condition is 1, else ``other``, whatever x is."""
+        """x where the condition is 1, else ``other``, even if x is NaN."""
         return _each(_kept, condition, x, other)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:

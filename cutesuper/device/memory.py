@@ -75,7 +75,7 @@ def transposing_atom(dtype: Any) -> cute.CopyAtom:
 
 
 def transposed_atom(dtype: Any) -> cute.CopyAtom:
-    """The atom with which a warp loads what that of `transposing_atom` has stored."""
+    """The atom with which a warp loads the blocks that `transposing_atom` has stored."""
     return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(True, 4), dtype)
 
 

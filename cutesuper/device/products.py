@@ -80,7 +80,7 @@ class GatheredProduct(Product):
 
     @abstractmethod
     def settle(self, accumulator: Any) -> None:
-        """Keep what reads accumulators behind the wait for them."""
+        """Keep reads of accumulators behind the wait for them."""
 
 
 class Products(ABC):
@@ -116,7 +116,7 @@ class Products(ABC):
 
     @abstractmethod
     def allocate(self, alloc: cutlass.memory.SmemAllocator, warpgroups: int) -> Any:
-        """Allocate what the products of so many warpgroups need in shared memory."""
+        """Allocate the shared memory that the products of so many warpgroups need."""
 
     @abstractmethod
     def barriers(self, memory: Any) -> list[Barriers]:
@@ -168,7 +168,7 @@ class Products(ABC):
 
     @abstractmethod
     def add(self, accumulator: Any, total: cute.Tensor) -> None:
-        """Add to it what products have added since the last time, which have been waited for."""
+        """Add the products since the last call to it; they have been waited for."""
 
     def fetched(self, accumulators: list[list[Any]]) -> list[list[cute.Tensor]]:
         """Fragments of accumulators, one of each block of rows.

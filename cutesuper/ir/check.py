@@ -607,7 +607,7 @@ def _put(mu: MuGraph, op: BlockOp, where: str) -> Shape:
 
 
 def _check_integers(mu: MuGraph, step: KernelStep) -> None:
-    """Check that integers are operands of operators that take them, or what loads go through.
+    """Check that integers are operands of operators or indices of loads that take them.
     Their types are those that these take."""
     where, ops = f"muGraph, kernel {step.name}", step.program.ops
     _check_places(ops, where)

@@ -45,7 +45,7 @@ def definitions(names: Iterable[str]) -> dict[str, str]:
 
 
 def are_still(texts: Sequence[str], names: Iterable[str]) -> bool:
-    """True if the added operators still are what `definitions` said.
+    """True if the added operators still have the definitions that `definitions` gave.
     For one that cannot be hashed, True if its text was made in this process."""
     now = [definition(TABLE[n]) for n in added(names)]
     return len(now) == len(texts) and all(

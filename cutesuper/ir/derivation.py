@@ -129,7 +129,7 @@ class Derivation(KernelGraph):
     # ------------------------------------------------------------------- values of a given shape
 
     def zeros(self, like: Tensor) -> Tensor:
-        """Zeros in the shape of ``like``, whatever its values are (0 times infinity is not 0)."""
+        """Zeros in the shape of ``like``, for any values of it (0 times infinity is not 0)."""
         zero = self.once("mul", [self.step(like), self._operand("zeros", 0.0)], {})
         self._zeros.add(zero.index)
         return zero

@@ -546,7 +546,7 @@ class FieldAlgebra:
         dims: Iterable[str],
         valid: tuple[tuple[str, ...], NDArray[np.bool_]] | None = None,
     ) -> FieldValue:
-        """A function of all elements with their places, whatever their order: their sum."""
+        """A function of all elements with their places, independent of their order: their sum."""
         if valid is not None:
             x = x.like(x.dims, x.p * align(valid[1], valid[0], x.dims), None)
         return self.sum(x, dims)

@@ -35,7 +35,7 @@ class Node:
 
     @property
     def given(self) -> bool:
-        """True for inputs and what is put together from parts of inputs: no kernel computes it."""
+        """True for inputs, and for values put together from parts of them: no kernel makes them."""
         return self.operator == INPUT or self.facets.gathers
 
 

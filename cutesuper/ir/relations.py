@@ -25,7 +25,7 @@ def reachable(starts: Iterable[T], after: Callable[[T], Iterable[T]]) -> dict[T,
 
 
 def ordered(ends: Iterable[T], needs: Callable[[T], Iterable[T]]) -> list[T]:
-    """All that some need, these included, each after what it needs itself: the first end first."""
+    """All that some need, these included, each after its own needs: the first end first."""
     found: dict[T, None] = {}
     waiting = list(ends)[::-1]
     while waiting:

@@ -286,7 +286,7 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
 
 
 def _needs_whole(graph: KernelGraph, cuts: list[Cuts], node: Node, box: Box) -> str:
-    """The reason why a node has no value for this box alone, and what to do; else empty."""
+    """The reason why a node has no value for this box alone, and a remedy; else empty."""
     operator, whole = lookup(node.operator), _whole(node.shape)
     if operator.masks and box[-2:] != whole[-2:]:
         return "positions count from the whole; mask the parts before they are put together"

@@ -31,7 +31,7 @@ Extent = int | str | list[Any]
 
 @dataclass(frozen=True)
 class Interface:
-    """Source to compile into a library, and what its users include.
+    """Source to compile into a library, and the header for its users.
 
     Attributes:
         name: what the names of its functions begin with.

@@ -181,7 +181,7 @@ class KernelCache:
             yield from filter(_DIGEST.fullmatch, _listed(shelf))
 
     def clear(self) -> None:
-        """Remove all entries, and what was recorded of regions; loaded kernels stay usable.
+        """Remove all entries and records of regions; loaded kernels stay usable.
         Locks are kept: otherwise a process that waits on one would hold a lock that is invisible to
         others."""
         folders = self._base / "tmp", self._root / RECORDS

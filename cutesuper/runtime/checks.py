@@ -148,7 +148,7 @@ class Signature:
         return known
 
     def new_outputs(self, inputs: Sequence[Any], extents: dict[str, int]) -> list[Any]:
-        """Tensors for the outputs; copies of what rows are put into."""
+        """Tensors for the outputs; copies of the tensors that rows are put into."""
         import torch
 
         device, continued = inputs[0].device, self.continued
@@ -160,7 +160,7 @@ class Signature:
         ]
 
     def fill(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-        """Copy what rows are put into, to outputs that are not the same memory."""
+        """Copy tensors that rows are put into, to outputs that are not the same memory."""
         for n, k in self.continued.items():
             if outputs[n].data_ptr() != inputs[k].data_ptr():
                 outputs[n].copy_(inputs[k])

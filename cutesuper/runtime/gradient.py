@@ -50,7 +50,7 @@ class Gradient:
     def run(
         self, inputs: Sequence[torch.Tensor]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """The outputs of the program, and what `ready` takes. Raises like a `Kernel`."""
+        """The outputs of the program, and the arguments of `ready`. Raises like a `Kernel`."""
         made = self.forward(list(inputs))
         return made[: len(self.graph.outputs)], self.kept(inputs, made)
 
@@ -143,7 +143,7 @@ class Deferred:
     def run(
         self, inputs: Sequence[torch.Tensor]
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """The outputs of the program, and what `ready` takes. Raises like a `Kernel`."""
+        """The outputs of the program, and the arguments of `ready`. Raises like a `Kernel`."""
         return self.kernel(list(inputs)), inputs
 
     def ready(self, kept: Sequence[torch.Tensor]) -> tuple[Gradient, Sequence[torch.Tensor]]:

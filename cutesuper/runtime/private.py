@@ -116,7 +116,7 @@ def make_private(folder: Path) -> None:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a new file that other users may not write, whatever the umask.
+    """Write a new file that other users may not write, under any umask.
 
     Raises:
         OSError: something of this name is there, or it cannot be written.

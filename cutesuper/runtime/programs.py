@@ -1,4 +1,4 @@
-"""Programs that are kept: the one holder of what is made at the first call of a kind.
+"""The one holder of programs, which are made at the first call of a kind.
 
 A kind is what the program depends on: shapes or their bucket, element types, device, options, which
 inputs require gradients. Kernels, plans of calls, traced functions and backward passes are all kept

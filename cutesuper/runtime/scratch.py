@@ -209,7 +209,7 @@ class Pool:
             return taken
 
     def give_back(self, taken: Any) -> None:
-        """Return what `take` gave, which is zero again and which nothing uses any more."""
+        """Return memory that `take` gave; it is zero again, and nothing uses it any more."""
         with self._lock:
             self._back[taken.numel()].append(taken)
 
@@ -222,7 +222,7 @@ class Loan:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """A context: what is captured in it takes its memory on this loan."""
+        """A context in which captured work takes its memory on this loan."""
         before = _loan.set(self)
         try:
             yield
@@ -230,7 +230,7 @@ class Loan:
             _loan.reset(before)
 
     def add(self, pool: Pool, memory: Any) -> None:
-        """Note what was taken."""
+        """Note memory that was taken."""
         self._taken.append((pool, memory))
 
     def give_back(self) -> None:

@@ -70,7 +70,7 @@ class Workers(Executor):
         atexit.register(self._exit)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue a call; its future raises what the call raises, or `WorkerLost`.
+        """Queue a call; its future raises the errors of the call, or `WorkerLost`.
 
         Raises:
             Exception: from ``pickle``; functions are those of modules other than ``__main__``.

@@ -66,7 +66,7 @@ class TooDear(SearchError):
 
 
 class Bounds:
-    """The sequences of kernels through a graph, and what they cost at least.
+    """The sequences of kernels through a graph, and lower bounds of their costs.
 
     Args:
         segments: of the graph.

@@ -80,7 +80,7 @@ class _Sums:
         return frozenset(found)
 
     def _base(self, i: int, dim: int) -> int:
-        """A dimension of a view as one of what it is a view of."""
+        """A dimension of a view as one of the viewed value."""
         node = self.graph.nodes[i]
         if not node.facets.permutes:
             return dim
@@ -88,7 +88,7 @@ class _Sums:
         return self._base(node.inputs[0], dims[dim % len(dims)] - len(dims))
 
     def is_shared(self, i: int) -> bool:
-        """True for numbers of rows that take a reduction, and for whatever no product is in."""
+        """True for numbers of rows that take a reduction, and for values without products."""
         if self.graph.nodes[i].shape[-1:] == (1,):
             return self.reduced[i]
         return not self.after[i] and self.reduced[i]

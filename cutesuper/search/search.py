@@ -539,7 +539,7 @@ class _Search:
         return bool(verdicts) and all(isinstance(v, Verification) and v.of_graph for v in verdicts)
 
     def _why(self) -> str:
-        """The first reason of the verifier, if it gave any, and what to do."""
+        """The first reason of the verifier, if it gave any, and a remedy."""
         refused = [v for v in self._verdicts.values() if isinstance(v, Verification) and v.reason]
         of_graph = [v for v in refused if v.of_graph]
         reason = next((f" ({v.reason})" for v in (*of_graph, *refused)), "")

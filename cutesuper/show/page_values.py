@@ -81,7 +81,7 @@ def _note(drawing: BlockDrawing, key: Key, title: str, facts: dict[str, str]) ->
 
 
 def meaning(program: BlockProgram, index: int) -> str:
-    """A sentence on what an operation does on the GPU."""
+    """A sentence on the work of an operation on the GPU."""
     op = program.ops[index]
     if op.kind in (LOAD, STORE):
         way = "a tile from" if op.kind == LOAD else "the tile to"

@@ -72,7 +72,7 @@ def _document(width: float, height: float, shapes: list[Html]) -> str:
 
 
 def _painted(document: Html) -> str:
-    """A document whose classes became colours, without what a page needs to react to readers."""
+    """A document whose classes became colours, without a page's attributes for readers."""
 
     def attributes(found: re.Match[str]) -> str:
         given = {k: v for name in found[1].split() for k, v in _styles().get(name, {}).items()}

@@ -1,4 +1,4 @@
-"""Measured settings: what the fastest kernels of a class of programs had in common, as data.
+"""Measured settings: knobs that the fastest kernels of a class of programs shared, as data.
 
 One JSON file for each architecture and skeleton, ``schedules/sm90/rows.json``, comes with the
 package. It lists entries for each *decision*:

@@ -448,7 +448,7 @@ class Verifier:
     def _evaluated(
         self, graph: KernelGraph, trial: _Trial, mode: Mode, keep: bool
     ) -> tuple[_Trial, list[bool]]:
-        """A trial with the graph's results, and what each condition hid (`FieldDomain.hid`).
+        """A trial with the graph's results, and the hidden values of each condition.
 
         Where a row that is hidden as a whole would be +inf on the way (the square of its maximum),
         such rows have no value: see `FieldDomain`.

@@ -1,4 +1,4 @@
-"""Options that examples share; what they leave out depends on the device."""
+"""Options that examples share; their defaults depend on the device."""
 
 from __future__ import annotations
 

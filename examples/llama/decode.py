@@ -208,7 +208,7 @@ class Llama(nn.Module):
         return self.embedding[tokens], self.place(positions)
 
     def forward(self, tokens: Tensor, positions: Tensor, caches: list[Cache]) -> Tensor:
-        """Logits [batch, vocabulary] of what follows int64 tokens [batch] at positions [batch]."""
+        """Logits [batch, vocabulary] of the next tokens; tokens (int64) and positions [batch]."""
         return decode(self, tokens, positions, caches)
 
 
@@ -222,7 +222,7 @@ def decode(
     layer: Callable[[Layer, Tensor, Place, Cache], Tensor] = Layer.__call__,
     score: Callable[[Tensor, Tensor, Tensor], Tensor] = score,
 ) -> Tensor:
-    """A step; what its three pieces are replaced by computes the same."""
+    """A step; replacements of its three pieces compute the same."""
     x, place = begin(model, tokens, positions)
     for each, cache in zip(model.layers, caches, strict=True):
         x = layer(each, x, place, cache)

@@ -65,7 +65,7 @@ def compiled(**options: Any) -> Way:
 
 
 def ours(device: torch.device) -> Way:
-    """Every product with what stands around it as one kernel, and the attention as one.
+    """Every product with its neighbours as one kernel, and the attention as one.
 
     What is left, rotary positions and the beginning, goes through torch.compile on a GPU.
     """

@@ -1,4 +1,4 @@
-"""Options that the training examples share; what they leave out depends on the device."""
+"""Options that the training examples share; their defaults depend on the device."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ CHOICE = (0.5, 0.25, 0.15, 0.1)
 def make_text(
     vocabulary: int, sequences: int, length: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and what follows each of them, both int64 [sequences, length], on the CPU.
+    """Tokens and the successor of each, both int64 [sequences, length], on the CPU.
 
     The same arguments give the same text, on every machine.
     """

@@ -1,4 +1,4 @@
-"""The training loop of the examples: what is trained, in which way, and what came of it."""
+"""The training loop of the examples: the model, the way, and the losses."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _step(plan: Plan, model: nn.Module) -> Callable[[int, Tensor, Tensor], Tenso
 
 
 def _forget(device: torch.device) -> None:
-    """Leave nothing of the run before: neither its memory nor what was compiled for it."""
+    """Leave nothing of the run before: neither its memory nor its compiled code."""
     gc.collect()
     torch.compiler.reset()
     if device.type == "cuda":

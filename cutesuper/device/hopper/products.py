@@ -117,7 +117,7 @@ class AllWarps(nullcontext[None]):
 
 @dataclass(frozen=True)
 class WarpgroupProducts(Products):
-    """WGMMA: accumulators are registers, so what is behind the products reads them in place."""
+    """WGMMA: accumulators are registers, which the code behind the products reads in place."""
 
     block: ClassVar[int] = 64
 

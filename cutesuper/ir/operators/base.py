@@ -193,7 +193,7 @@ class Operator:
         raise NotImplementedError
 
     def element(self, index: Shape, result: Shape) -> Shape:
-        """Shape of what one integer names, from the shapes of the integers and of the result.
+        """Shape of the part that one integer names, from those of the integers and of the result.
         Operators that gather only."""
         raise NotImplementedError
 
@@ -439,7 +439,7 @@ INPUT, CONSTANT = "input", "constant"
 
 
 def facets(kind: str) -> Operator:
-    """The operator called ``kind``; one without any facet for what is no operator (load, store)."""
+    """The operator called ``kind``; one without any facet for loads, stores and ends of axes."""
     return TABLE.get(kind, _STRUCTURE)
 
 

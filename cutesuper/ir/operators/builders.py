@@ -82,15 +82,15 @@ class NamedOperators:
         return self.apply("maximum", a, b)
 
     def keep(self, condition: Operand, a: Operand) -> Tensor:
-        """``a`` where the condition is 1, 0 where it is 0, whatever ``a`` is there."""
+        """``a`` where the condition is 1, 0 where it is 0, even if ``a`` is NaN there."""
         return self.apply("keep", condition, a)
 
     def hide(self, condition: Operand, a: Operand) -> Tensor:
-        """``a`` where the condition is 1, -inf where it is 0, whatever ``a`` is there."""
+        """``a`` where the condition is 1, -inf where it is 0, even if ``a`` is NaN there."""
         return self.apply("hide", condition, a)
 
     def lift(self, condition: Operand, a: Operand) -> Tensor:
-        """``a`` where the condition is 1, inf where it is 0, whatever ``a`` is there."""
+        """``a`` where the condition is 1, inf where it is 0, even if ``a`` is NaN there."""
         return self.apply("lift", condition, a)
 
     def clamp(self, a: Tensor, min: float, max: float) -> Tensor:  # noqa: A002 (PyTorch's names)

@@ -79,7 +79,7 @@ def price(plan: AttentionPlan, target: Target) -> Cost:
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of a program, whatever its sizes.
+    """The work of a program, at any sizes.
 
     Attributes:
         moved: bytes that device memory reads and writes, each tensor once.

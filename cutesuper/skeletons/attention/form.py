@@ -237,7 +237,7 @@ def _check_masks(program: LabelledProgram, form: AttentionForm) -> None:
 def _multiplied(
     region: Region, program: LabelledProgram, op: LabelledOp, form: AttentionForm
 ) -> bool:
-    """True for loads of Q, K, V and inner vectors, not for lengths and what meets the scores.
+    """True for loads of Q, K, V and inner vectors, not for lengths and operands of the scores.
     Raises SearchError."""
     own = labels_of(op.attributes["map"])
     matrix = [d for d in own if d not in form.batch]

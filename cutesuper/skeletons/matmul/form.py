@@ -318,7 +318,7 @@ def _longest_rows(
 def _check_after(
     program: LabelledProgram, after: set[int], hidden: tuple[str, ...], column: str
 ) -> bool:
-    """Check what follows the products: one more product, or reductions (then True).
+    """Check the work behind the products: one more product, or reductions (then True).
     The reductions are along the columns.
 
     Raises:

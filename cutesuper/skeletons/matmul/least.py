@@ -1,4 +1,4 @@
-"""Lower bounds of what matmul-loop kernels cost: the best tiles, for the least that a block does.
+"""Lower bounds of costs of matmul loops: the best tiles, for the least work of a block.
 
 Waves of blocks take at least as long as the same work spread evenly, and as one wave, whatever
 overlaps. Terms and constants are those of `skeletons.matmul.cost`; what is not known before a

@@ -1,4 +1,4 @@
-"""The plan of a matmul loop: places of all data, what they take, and the limits of a block.
+"""The plan of a matmul loop: places of all data, their sizes, and the limits of a block.
 
 A block owns ``tile[row] x tile[column]`` results and walks over the contracted label: a producer
 warp fills a ring of stages with tiles of both operands (TMA), consumer warpgroups multiply (WGMMA),

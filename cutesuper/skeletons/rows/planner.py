@@ -1,4 +1,4 @@
-"""Plans of rows: which kernel runs a program, with which knobs, and what neither can run.
+"""Plans of rows: the kernel for a program, its knobs, and the reasons for having neither.
 
 `skeletons.rows.roles` finds the roles of the operations, `skeletons.rows.schedule` chooses knobs.
 """

@@ -44,7 +44,7 @@ class Rows(Skeleton):
     def least_us(
         self, program: LabelledProgram, form: Any, target: Target, memory_us: float
     ) -> float:
-        """Launch, memory, and what the kind of rows adds to them; see `rows.cost`."""
+        """Launch, memory, and costs of the kind of rows; see `rows.cost`."""
         return target.launch_us + memory_us + least_ramp_us(form, bool(program.reduced), target)
 
     def sizes(

@@ -64,7 +64,7 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _separate(graph: fx.Graph, node: fx.Node) -> None:
-    """Let other operators than the copy at the end read what a gradient may keep."""
+    """Let operators other than the copy at the end read values that a gradient may keep."""
     base: Any = node.args[0]
     source: Any = node.args[1]
     if updates_buffer(node):

@@ -1,4 +1,4 @@
-"""Complex numbers as pairs of real ones, which is what kernels compute.
+"""Complex numbers as pairs of real ones, the only numbers that kernels compute.
 
 before: ``view_as_real(view_as_complex(x) * f)``; after: ``x * re + x.flip(-1) * im * signs`` with
 ``re = view_as_real(f)[..., [0, 0]]``, ``im = view_as_real(f)[..., [1, 1]]``, ``signs = [-1, 1]``.

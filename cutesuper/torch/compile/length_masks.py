@@ -245,7 +245,7 @@ def reads(node: fx.Node) -> list[fx.Node]:
 
 
 def makers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that compute the masks of some nodes, and those that negate what is turned.
+    """The nodes that compute the masks of some nodes, and those that negate turned halves.
     Without those that compute the positions; what is turned are halves."""
     return {n for node in nodes for n in _makers(node)}
 

@@ -78,7 +78,7 @@ class _Description:
             yield from self._readers(node)
 
     def _node(self, node: fx.Node, whole: bool = False) -> Iterator[Hashable]:
-        """A node after what it is made of; ``whole``: all of that, whatever it is."""
+        """A node after its operands; ``whole``: after all of them, of any kind."""
         if node in self.numbers:
             return
         facts = self.all.facts(node)

@@ -100,5 +100,5 @@ def lengths_in(b: Builder, node: fx.Node, limits: Lengths, sequences: Dims) -> T
 
 
 def _parts(lengths: Value) -> Dims:
-    """The one dimension of lengths, whatever extents of 1 are around it."""
+    """The one dimension of lengths, beside any number of extents of 1."""
     return tuple(p for d in lengths.dims for p in d)

@@ -1,4 +1,4 @@
-"""Errors in terms of the user's program: which operator, on which line, and what would help."""
+"""Errors in terms of the user's program: the operator, its line, and a remedy."""
 
 from __future__ import annotations
 

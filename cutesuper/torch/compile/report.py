@@ -181,7 +181,7 @@ def _reasons(regions: Sequence[RegionReport]) -> list[str]:
 
 
 def _summary(graphs: Sequence[GraphReport]) -> list[str]:
-    """The totals of a model: what is taken, what takes longest, what would help."""
+    """The totals of a model: regions taken, the longest ones, the most useful next kernel."""
     regions = [r for g in graphs for r in g.regions]
     groups = [g for graph in graphs for g in _groups(graph.regions)]
     timed = sorted((g for g in groups if g.times), key=lambda g: -g.times[1])
@@ -258,7 +258,7 @@ def _common(names: Sequence[str]) -> str:
 
 
 def _kernel_lines(group: _Group) -> Iterator[str]:
-    """The kernels of equal regions, with the user's names of what they read."""
+    """The kernels of equal regions, with the user's names of their tensors."""
     reads = group.reads
     names = {f"x{i}": name for i, name in enumerate(reads) if " " not in name}
     kernels = group.one.verdict.kernels

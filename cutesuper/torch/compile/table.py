@@ -203,7 +203,7 @@ _INSTEAD = {
 
 
 def unknown(node: fx.Node) -> str:
-    """The reason why a node without an entry is in no region, and what could be written instead."""
+    """The reason why a node without an entry is in no region, and another way to write it."""
     instead = _INSTEAD.get(str(node.target))
     hint = f"; write it as {instead}" if instead else ""
     return f"{node.target} is not an operator of kernel graphs{hint}"

@@ -354,7 +354,7 @@ _UNFIT = re.compile("missing a required|too many positional|got an unexpected|mu
 
 
 def _why(error: Exception) -> str:
-    """The reason of an error of PyTorch, and what to do."""
+    """The reason of an error of PyTorch, and a remedy."""
     if needs_data(error):
         return f"the result of {error} depends on data; leave it outside of the function"
     if not decides_by_data(error):
@@ -378,7 +378,7 @@ def _why(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what PyTorch warns of and a user cannot mend, and what it logs of errors."""
+    """Keep back PyTorch's warnings that a user cannot mend, and its logs of errors."""
     with contextlib.ExitStack() as stack:
         for name in ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"):
             logger = logging.getLogger(name)

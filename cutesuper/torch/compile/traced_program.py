@@ -197,7 +197,7 @@ class TracedProgram:
         return self.regions[0].kernel
 
     def explain(self) -> str:
-        """Totals, what PyTorch computes, and the regions.
+        """Totals, PyTorch's part, and the regions.
         Of each its place, its tensors, and how its program was found, verified and priced."""
         return trace_text(self._name, self.regions, self._latest.outside)
 

@@ -232,7 +232,7 @@ def moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
 
 
 class _Exact(fx.Interpreter):
-    """An interpreter that runs a module in float64, whatever element types its nodes request."""
+    """An interpreter that runs a module in float64, also where nodes request other types."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = (_promoted(v) for v in (args, kwargs))

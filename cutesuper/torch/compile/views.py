@@ -375,7 +375,7 @@ def turned(node: fx.Node) -> fx.Node | None:
 
 
 def negated(node: fx.Node) -> fx.Node:
-    """The node that negates the second half of what a concatenation turns."""
+    """The node that negates the second half of a concatenation that turns."""
     return node.args[0][0]  # type: ignore[index,return-value]
 
 

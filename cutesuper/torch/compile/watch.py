@@ -436,7 +436,7 @@ class _Walk:
         self._visit(name, value())
 
     def _logging(self, name: str, value: logging.Filterer) -> None:
-        """Note a logger or a handler, and not its streams: what it writes is no result."""
+        """Note a logger or a handler, and not its streams: its records are no result."""
         self.facts.append((name, _Same(value)))
 
     def _context(self, name: str, value: contextvars.ContextVar[Any]) -> None:

@@ -95,7 +95,7 @@ class Decoder:
         on_tokens: Callable[[Tensor], Any] | None = None,
         look_every: int = 16,
     ) -> Tensor:
-        """Prompts and what follows them; the arguments and the result are those of `generate`."""
+        """Prompts and their continuations; arguments and result are those of `generate`."""
         check_options(max_new_tokens=max_new_tokens, on_tokens=on_tokens, look_every=look_every)
         prompt, shown = self._checked(input_ids, attention_mask, max_new_tokens)
         if seed is None:

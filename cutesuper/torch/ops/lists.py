@@ -58,7 +58,7 @@ class Lists:
 
     @property
     def captured(self) -> bool:
-        """True if a captured graph reads what this object holds."""
+        """True if a captured graph reads tensors of this object."""
         return bool(self._captured)
 
     def run(

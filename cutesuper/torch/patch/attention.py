@@ -312,7 +312,7 @@ def _check(part: PreTrainedModel, config: Any) -> None:
 
 
 def _check_heads(heads: int, key_heads: int, dim: int, like: Tensor) -> None:
-    """Raise Failed unless decoding with such heads computes what PyTorch computes."""
+    """Raise Failed unless decoding with such heads gives PyTorch's results."""
     if like.device.type not in ("cpu", "cuda") or like.dtype not in FLOATS:
         raise Failed(f"its parameters are {like.dtype} on {like.device}")
     q = drawn(2, heads, 1, dim, seed=0, like=like)

@@ -160,7 +160,7 @@ class PendingLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Facts without the logits, the loss from what they depend on, all else from them."""
+        """Facts without the logits, the loss from their operands, all else from them."""
         kwargs = kwargs or {}
         if func == _REQUIRES_GRAD:
             return True
@@ -287,6 +287,6 @@ def head_of(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def install(layer: nn.Module, how: Found) -> list[nn.Module]:
-    """Replace the layer; returns what was replaced."""
+    """Replace the layer; returns the original."""
     replace_module(layer, ReplacedHead, how)
     return [layer]

@@ -24,7 +24,7 @@ from cutesuper.skeletons.attention.kernel.scores import Scores
 
 @dataclass(frozen=True)
 class Chain:
-    """The two products of a warpgroup, and what it has in registers.
+    """The two products of a warpgroup, and its values in registers.
 
     Attributes:
         cores: the tensor cores.

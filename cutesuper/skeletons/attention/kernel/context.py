@@ -27,7 +27,7 @@ GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER, CLEARED_BARRIER = 1, 3, 5, FREE_BARRI
 
 @dataclass(frozen=True)
 class Known:
-    """The plan of a kernel, and what follows from it.
+    """The plan of a kernel, and facts that follow from it.
 
     Attributes:
         plan: of the kernel.

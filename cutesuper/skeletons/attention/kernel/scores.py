@@ -94,7 +94,7 @@ class Scores:
         return [(4 * j + 2 * r + b, 8 * j + b) for j in range(self.blocks) for b in range(2)]
 
     def beside(self, rows: RowFacts, keys: Any, here: Here) -> dict[int, cute.Tensor]:
-        """Read what meets the scores of a tile, before these are there.
+        """Read the operands that meet the scores of a tile, before these are there.
         ``keys`` (Int32) is its first key. Columns behind the last key, which are hidden, get
         numbers of the last ones."""
         found: dict[int, cute.Tensor] = {}

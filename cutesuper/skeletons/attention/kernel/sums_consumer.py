@@ -48,7 +48,7 @@ class SumsThread:
 
 @dataclass(frozen=True)
 class Registers:
-    """Products of a warpgroup, their operands, and what a thread has in registers.
+    """Products of a warpgroup, their operands, and a thread's values in registers.
 
     Attributes:
         cores: the tensor cores.
@@ -239,7 +239,7 @@ class SumsConsumer:
     def beside(
         self, rows: OwnRows, thread: SumsThread, first: Any, turn: Any, span: Any
     ) -> dict[int, cute.Tensor]:
-        """Read what meets the scores of a tile, before these are there.
+        """Read the operands that meet the scores of a tile, before these are there.
         ``first`` (Int32) is its first element, ``turn`` the number of the tile in all walks.
         Columns behind the end of the loop, which are hidden, get numbers of the last ones."""
         found: dict[int, cute.Tensor] = {}
@@ -259,7 +259,7 @@ class SumsConsumer:
 
     @cute.jit
     def work(self, r, rows, thread, stage, first, beside):
-        """Do what is between the products of a tile, then multiply the operands of the sums.
+        """Do the work between the products of a tile, then multiply the operands of the sums.
         Each part is done as soon as its scores are there. ``first`` (Int32) is the tile's first
         element."""
         boundary = Int32(0)
@@ -349,7 +349,7 @@ class SumsConsumer:
 
     @cute.jit
     def hide(self, r, rows, thread, first):
-        """Set what is made of the scores to 0 where a row does not see the element."""
+        """Set values made of the scores to 0 where a row does not see the element."""
         column = first + 2 * (thread.lane % 4)
         for row in cutlass.range_constexpr(2):
             low, high = rows.low[row] - column, rows.high[row] - column
@@ -361,7 +361,7 @@ class SumsConsumer:
                     values[i] = choose(seen, values[i], 0.0)
 
     def fragment_of(self, made: int) -> int:
-        """The fragment in which an operand, or what is stored, is left."""
+        """The fragment in which an operand, or a value to be stored, is left."""
         return self.plan.phases[-1].slots[made]
 
     def pack(self, r: Registers, n: int) -> None:

@@ -50,7 +50,7 @@ def _score_lines(plan: SumsPlan) -> list[str]:
 
 
 def _phase_lines(plan: SumsPlan) -> list[str]:
-    """``after score0: exp(sub(score0, lse))``, then what is summed."""
+    """``after score0: exp(sub(score0, lse))``, then the sums."""
     lines = [
         f"after score{p.score}, while the next is multiplied: "
         + "; ".join(_operand(plan, i) for i in p.slots)

@@ -176,7 +176,7 @@ class SumsPlan(Plan[SumsSchedule]):
 
     @cached_property
     def made(self) -> tuple[int, ...]:
-        """Operands of sums, and what is stored: the values that are made of the scores."""
+        """Operands of sums, and stored values: all that is made of the scores."""
         return tuple(dict.fromkeys((*self.operands, *(s.value for s in self.stores))))
 
     # --------------------------------------------------------------------------------- phases
@@ -257,7 +257,7 @@ class SumsPlan(Plan[SumsSchedule]):
 
     @property
     def ragged(self) -> bool:
-        """True if the last tile may reach past the end of the loop, or of what is visible."""
+        """True if the last tile may reach past the end of the loop, or of its visible part."""
         whole = not self.grows(self.loop) and self.extent(self.loop) % self.loop_tile == 0
         return bool(self.sights) or not whole
 
@@ -268,7 +268,7 @@ class SumsPlan(Plan[SumsSchedule]):
 
     @property
     def begins(self) -> bool:
-        """True if a mask hides what is in front of a limit."""
+        """True if a mask hides elements in front of a limit."""
         return any(s.mask.lower for s in self.sights)
 
     # -------------------------------------------------------------------------------- threads

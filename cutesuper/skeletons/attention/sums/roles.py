@@ -143,7 +143,7 @@ class SumsRoles:
     # -------------------------------------------------------------------------------- in between
 
     def _between(self, scores: tuple[Score, ...], made: tuple[int, ...]) -> tuple[int, ...]:
-        """The element-wise operations from scores to what is made of them, in order."""
+        """The element-wise operations on scores, in order."""
         products = {s.value for s in scores}
         before = {j for i in products for j in self.program.dependence.before(i)}
         found = {j for i in made for j in self.program.dependence.before(i)} - before

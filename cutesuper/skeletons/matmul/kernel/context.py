@@ -36,7 +36,7 @@ ROW_VALUES_BARRIER, CONSUMERS_BARRIER, HELPERS_BARRIER, WARPGROUP_BARRIER = 1, 2
 
 @dataclass(frozen=True)
 class Known:
-    """The plan of a kernel, and what follows from it.
+    """The plan of a kernel, and facts that follow from it.
 
     Attributes:
         plan: of the kernel.

@@ -122,7 +122,7 @@ class GatheredProducts:
                 total.store(total.load() + sums.load())
 
     def settle(self, product: GatheredProduct, accumulators: list[list[Any]]) -> None:
-        """Keep what reads sums behind the wait for them."""
+        """Keep reads of sums behind the wait for them."""
         for row in accumulators:
             for sums in row:
                 product.settle(sums)

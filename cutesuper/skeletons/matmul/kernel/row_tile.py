@@ -76,7 +76,7 @@ class RowTile:
         return fetched(self.linear(ring, offset))
 
     def linear(self, ring: cute.Tensor, offset: Any) -> cute.Tensor:
-        """View of 16 bytes of a ring by byte order, whatever its swizzle."""
+        """View of 16 bytes of a ring by byte order, under any swizzle."""
         pointer = cute.recast_ptr(ring.iterator, dtype=self.k.dtype)
         # `assume`, because `align` rounds the address: two instructions for each piece
         return neighbours(pointer + cute.assume(offset, divby=self.width), self.width)

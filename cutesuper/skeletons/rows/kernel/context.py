@@ -23,7 +23,7 @@ from cutesuper.skeletons.rows.plan import RowLoopPlan
 
 @dataclass(frozen=True)
 class Known:
-    """The plan of a kernel, and what follows from it.
+    """The plan of a kernel, and facts that follow from it.
 
     Attributes:
         plan: of the kernel.

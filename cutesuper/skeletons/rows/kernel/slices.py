@@ -101,7 +101,7 @@ class Slices:
 
     @cute.jit
     def run(self, asked, memory, tensors, here):
-        """Sum the rows read ahead and those after them, then store what follows."""
+        """Sum the rows read ahead and those after them, then store values of these sums."""
         plan = self.plan
         sources = self.sources(tensors, here)
         sums = []

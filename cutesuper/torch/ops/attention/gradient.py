@@ -166,7 +166,7 @@ def _made(r: Request) -> Passes:
 
 
 def _runners(kind: Kind, device: torch.device) -> tuple[Split, Runner, Runner] | None:
-    """The graphs of both passes and what runs them; None if no kernels take all extents."""
+    """The graphs of both passes and their runners; None if no kernels take all extents."""
     if device.type not in KERNEL_DEVICES:
         both = _graphs(kind)
         return both, _reference(kind, both.forward), _reference(kind, both.backward)

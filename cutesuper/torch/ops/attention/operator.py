@@ -189,7 +189,7 @@ def _check_options(dropout_p: Any, enable_gqa: Any) -> None:
 
 
 def _lengths_of_one_row(query: torch.Tensor) -> Maybe:
-    """The lengths that say what a causal mask says of a single row, which sees the first key alone.
+    """Lengths that stand for a causal mask of a single row, which sees the first key alone.
     None for several rows. There are kernels for one row with lengths, none with a causal mask."""
     if query.dim() != 4 or query.shape[2] != 1:
         return None

@@ -155,7 +155,7 @@ class Sums:
     def run(
         self, program: Program, given: dict[str, torch.Tensor], losses: torch.Tensor, n: int
     ) -> None:
-        """Compute chunk ``n`` from what is given besides the sums so far, by name."""
+        """Compute chunk ``n`` from these tensors, by name, and the sums so far."""
         before = {so_far(p): self.made[p.name] for p in self.asked if not p.rows and n}
         inputs = [{**given, **before}[name] for name in program.names]
         outputs = [losses, *(self._output(program, p, k, n) for k, p in enumerate(self.asked, 1))]
