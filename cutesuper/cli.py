@@ -212,6 +212,11 @@ def _check_places(*paths: Path | None) -> None:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `cutesuper.superoptimize`. Raises _UsageError for several GPUs."""
+    if "," in (args.target or ""):
+        raise _UsageError(
+            f"--target {args.target}: give one GPU; `cutesuper compile` compiles for several"
+        )
     return {
         "target": args.target,
         "dependent_launch": args.dependent_launch,

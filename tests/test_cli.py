@@ -207,6 +207,9 @@ def test_names_that_the_terminal_cannot_show(
 def test_explain_refuses_an_unknown_target(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(saved), "--target", "h300"]) == 1
     assert "DeviceError: target 'h300': unknown" in capsys.readouterr().err
+    for command in (["explain", str(saved)], ["export", str(saved), "--out", str(saved)]):
+        assert main([*command, "--target", "h100,b200"]) == 2
+        assert "`cutesuper compile` compiles for several" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
