@@ -21,6 +21,7 @@ from torch import fx
 from cutesuper.torch.compile import internals
 from cutesuper.torch.compile.attention import without_seeds
 from cutesuper.torch.compile.heads import take_heads
+from cutesuper.torch.compile.length_masks import computed_again
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partition import partition
 from cutesuper.torch.compile.region_operator import region as region_operator
@@ -76,7 +77,8 @@ def compile_graph(
     except Exception as error:  # whatever the error, Inductor can compile the graph
         _complain(f"no losses were looked for ({type(error).__name__}: {error})")
     inner = partial(_inner, options=options, observe=observe, finish=finish)
-    return internals.compile_with(gm, inputs, inner, options.inductor)
+    patches = internals.recomputing(options.inductor, computed_again)
+    return internals.compile_with(gm, inputs, inner, patches)
 
 
 def _inner(
