@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cutesuper.egraph.clock import OutOfTime
 from cutesuper.egraph.labelled import LabelledProgram, Region, label
 from cutesuper.egraph.splits import AnyRules, Split, splits
 from cutesuper.errors import SearchError, frameless
@@ -22,16 +23,16 @@ from cutesuper.ir.block import (
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.skeletons.base import Skeleton
-from cutesuper.skeletons.form import Form, check_symbols
+from cutesuper.skeletons.form import Form
 from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.targets import Target
 
 
 @dataclass(frozen=True)
 class BlockForm(AnyRules):
-    """Rules for everything that a block program can express: chained products, running maxima,
-    several passes over a loop, partial results of the grid. No skeleton of the lowering runs all of
-    it."""
+    """Rules for everything that a block program can express.
+    Chained products, running maxima, several passes over a loop, partial results of the grid. No
+    skeleton of the lowering runs all of it."""
 
     def splits(self, program: LabelledProgram) -> Iterator[Split]:
         """All splits; symbolic extents are divided by the grid only."""
@@ -60,16 +61,28 @@ class Recognized:
 
 
 def recognized(region: Region, target: Target) -> tuple[LabelledProgram, Recognized]:
-    """A region with labels, and its form; kept, since it is asked for where a region is worth a
-    search, for its bound, and in its search. Raises SearchError as `label` and `find_form` do."""
-    return _recognized(region, target, TABLE.changes)
+    """A region with labels, and its form.
+    Kept, since it is asked for where a region is worth a search, for its bound, and in its search.
+    Raises SearchError as `label` and `find_form` do."""
+    found = _recognized(region, target, TABLE.changes)
+    if isinstance(found, str):
+        raise SearchError(found)
+    return found
 
 
-@lru_cache(1024)
-def _recognized(region: Region, target: Target, changes: int) -> tuple[LabelledProgram, Recognized]:
+@lru_cache(8192)  # a region of 40 operators has 1,500 parts, each of which is asked for twice
+def _recognized(
+    region: Region, target: Target, changes: int
+) -> tuple[LabelledProgram, Recognized] | str:
+    """The same; the reason if nothing runs it, as an error would keep its callers alive."""
     del changes  # only distinguishes operators that had the same name
-    program = label(region)
-    return program, find_form(region, program, target)
+    try:
+        program = label(region)
+        return program, find_form(region, program, target)
+    except OutOfTime:
+        raise
+    except SearchError as error:
+        return str(error)
 
 
 def find_form(region: Region, program: LabelledProgram, target: Target) -> Recognized:
@@ -82,8 +95,6 @@ def find_form(region: Region, program: LabelledProgram, target: Target) -> Recog
     for skeleton in SKELETONS:
         try:
             form = skeleton.recognize(region, program, target)
-            if form is not None and not skeleton.inner_symbols:
-                check_symbols(program)
         except SearchError as error:
             reasons.append(frameless(error))
             continue
