@@ -59,8 +59,9 @@ def compile_with(
 def recomputing(
     patches: Mapping[str, Any], chosen: Callable[[fx.Graph], Iterable[fx.Node]]
 ) -> dict[str, Any]:
-    """Options of Inductor with which the backward graph computes nodes again that AOTAutograd might
-    keep.
+    """Options of Inductor with which the backward graph computes chosen nodes again.
+
+    AOTAutograd might keep them.
 
     Args:
         patches: other options.
