@@ -279,7 +279,7 @@ def _separate(region: Region) -> _Unification | None:
 class _Apart:
     """Classes of dimensions of which some must stay apart: those of one value.
 
-    To ask if two may be joined takes 10 us, to unify all operators of a region of 40 with them 2 ms.
+    To ask if two may be joined takes 10 us; to unify all operators of a region of 40, 2 ms.
 
     Args:
         found: the classes to begin with; consistent.
