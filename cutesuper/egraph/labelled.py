@@ -237,7 +237,7 @@ def label(region: Region) -> LabelledProgram:
         found = _separate(region) or _separate(_unshared(region))
     if found is None:
         raise SearchError("a value is used in two roles (one of its labels would occur twice)")
-    return _beside_rows(_side_by_side(found)).program()
+    return _beside_rows(_side_by_side(_apart(found))).program()
 
 
 Use = tuple[int, int]  # operation, position of the operand
@@ -302,6 +302,27 @@ def _unshared(region: Region) -> Region:
         ops.append(replace(op, operands=tuple(made[first:])))
         made[first:] = [View(inputs + len(ops) - 1, view.order)]
     return replace(region, ops=tuple(ops), outputs=tuple(made))
+
+
+def _apart(found: _Unification) -> _Unification:
+    """Give an input a second load where a product brings back a label over which a product before
+    it contracts.
+
+    before: ``exp(X[M, K] @ W[N, K]^T) @ W[N, K]``, whose result has the label of what the kernel
+    sums first; after: ``.. @ W[N, K2]``, a chain of products like any other.
+    """
+    region, groups = found.region, found.groups
+    over: dict[int, set[Slot]] = {}  # of the products that each value depends on
+    for i, op in enumerate(region.ops):
+        before = set[Slot]().union(*(over.get(v.value, ()) for v in op.operands))
+        if op.facets.contracts:
+            for use, d in (((i, 0), -2), ((i, 1), -1)):
+                if use in groups and found.find(found.slots(use)[d]) in before:
+                    groups = {**groups, use: (groups[use][0], len(_uses(region)) + i)}
+            before.add(found.find(found.slots((i, 0))[-1]))
+        over[len(region.inputs) + i] = before
+    joined = found if groups is found.groups else _Unification(region, groups, found.equal)
+    return joined if joined.consistent else found
 
 
 def _side_by_side(found: _Unification) -> _Unification:
