@@ -362,7 +362,7 @@ def _doubled(x: Tensor, w: Tensor) -> Tensor:
 def test_what_no_kernel_runs_is_named_with_the_line_and_what_helps() -> None:
     inputs = randn(16, 96).bfloat16(), randn(96, 64).bfloat16()
     where = rf"aten.matmul.default, at .*test_trace\.py:{inspect.getsourcelines(_doubled)[1] + 2}"
-    text = rf"superoptimize\(_doubled\): {where}: .* lowered for sm_90a, .*\. Leave it outside"
+    text = rf"superoptimize\(_doubled\): {where}: .* lowered for sm_90a, .*\. Give it rest="
     with pytest.raises(LoweringError, match=text):
         cs.superoptimize(_doubled, inputs, target=replace(cs.B200, arch="sm_120a"))
     check(cs.superoptimize(_doubled, inputs, target="h200"), _doubled, inputs)
@@ -378,7 +378,7 @@ def test_what_no_kernel_runs_together_is_named_with_its_lines(
 
     monkeypatch.setattr(trace, "optimize_graph", refuse)
     first = inspect.getsourcelines(_biased)[1] + 1
-    place = rf"at test_trace\.py:{first}-{first + 1}: nothing was found\. Leave it outside"
+    place = rf"at test_trace\.py:{first}-{first + 1}: nothing was found\. Give it rest="
     with pytest.raises(SearchError, match=rf"superoptimize\(_biased\), {place}"):
         cs.superoptimize(
             _biased, (randn(16, 64).bfloat16(), randn(64, 64).bfloat16()), target="h200"
@@ -632,6 +632,19 @@ def test_each_region_is_drawn_into_a_file(tmp_path: Path) -> None:
     heads = [line for line in program.explain().splitlines() if re.match(r"region \d \(", line)]
     assert heads[0].endswith(": X is x, W is w")
     assert re.search(r": X is a value of test_trace.py:\d+, W is w$", heads[1])
+    with pytest.raises(TraceError, match=r"it has 2 regions, .* give it header="):
+        program.export(tmp_path / "f.so")
+    with pytest.raises(TraceError, match=r"aten.sort.default \(test_trace.py:\d+\) needs PyTorch"):
+        program.export(tmp_path / "f.so", header=tmp_path / "f.h")
+
+
+def test_what_pytorch_says_of_a_trace_is_short() -> None:
+    rows = {"x": {0: torch.export.Dim("rows")}}
+    with pytest.raises(TraceError, match=r"top-level keys must be the arg names") as raised:
+        cs.superoptimize(lambda x, y: x * y, (X, X), dynamic_shapes=rows)
+    assert "export()" not in str(raised.value) and "http" not in str(raised.value)
+    with pytest.raises(TraceError, match=r"do not fit: missing a required argument: 'y'$"):
+        cs.superoptimize(lambda x, y: x * y, (X,))
 
 
 def test_a_module_that_changes_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,8 +352,10 @@ class _Hoist:
         return (self._plain(op, tuple(self._made(a) for a in args)),)
 
     def _product(self, op: LabelledOp, args: list[Monomial]) -> Monomial:
-        """A product; only a load is left of the operand without rows. Nothing if that is made of
-        vectors: then it is a sum, as a product with a vector is."""
+        """A product; only a load is left of the operand without rows.
+
+        Nothing if that operand is made of vectors: then it is a sum, as a product with a vector is.
+        """
         assert op.over is not None
         column = self.form.keys if op.over == self.form.inner else self.form.columns
         left, right = sorted(args, key=lambda a: column in self._labels(a))

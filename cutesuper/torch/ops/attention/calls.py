@@ -262,8 +262,7 @@ def _plan(r: Request) -> Plan:
 
 
 def fits_open(kind: Kind, extents: Extents) -> bool:
-    """True if kernels for any extents address all of the scores, where a mask or the gradient of a
-    bias has a number for each of them."""
+    """True if kernels for any extents can address the mask, or all scores for its gradient."""
     if kind.mask is None:
         return True
     own, scores = kind.mask, (extents.batch, extents.rows, extents.keys)

@@ -213,8 +213,10 @@ def limit_shape(limit: LimitKind, scores: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def mask_shape(kind: Kind, mask: MaskKind, scores: Sequence[Dim]) -> tuple[Dim, ...]:
-    """Extents of a mask tensor, as the kernel graph has it, from those of the scores; of sequences,
-    rows and keys only."""
+    """Extents of a mask tensor, as the kernel graph has it.
+
+    ``scores``: those of the scores, of which the first (sequences) and the last two are read.
+    """
     own = (kind.heads, kind.group) if kind.group > 1 else (kind.heads,)
     heads = own if mask.heads else (1,) * len(own)
     return (scores[0] if mask.batch else 1, *heads, scores[-2] if mask.rows else 1, scores[-1])
