@@ -245,20 +245,6 @@ def test_products_with_vectors_are_sums(what: str) -> None:
     assert verify(graph, search(graph, H200, options=LOWERED).candidates[0].mugraph)
 
 
-@pytest.mark.parametrize("keys", [256, 33])
-@pytest.mark.parametrize("queries", [True, False])
-def test_one_tensor_for_keys_and_values(keys: int, queries: bool) -> None:
-    """It is read in two roles, and for the queries in a third one."""
-    g = new_kernel_graph()
-    x = g.new_input((2, keys, 64), name="X")
-    q = x if queries else g.new_input((2, 48, 64), name="Q")
-    g.mark_output(g.matmul(g.softmax(g.causal_mask(q @ g.transpose(x))), x))
-    mu = search(g, H200, options=LOWERED).candidates[0].mugraph
-    [step] = mu.steps
-    assert verify(g, mu) and isinstance(make_plan(step, mu.tensors, H200), AttentionPlan)
-    assert compare(g, mu)
-
-
 def test_rows_are_what_keys_have_not() -> None:
     form = form_of(grouped(stored="BLHGD"))
     dims = label(region_of(grouped(stored="BLHGD"))).dims

@@ -237,7 +237,7 @@ def label(region: Region) -> LabelledProgram:
         found = _separate(region) or _separate(_unshared(region))
     if found is None:
         raise SearchError("a value is used in two roles (one of its labels would occur twice)")
-    return _beside_rows(_side_by_side(_apart(found))).program()
+    return _beside_rows(_side_by_side(found)).program()
 
 
 Use = tuple[int, int]  # operation, position of the operand
@@ -302,27 +302,6 @@ def _unshared(region: Region) -> Region:
         ops.append(replace(op, operands=tuple(made[first:])))
         made[first:] = [View(inputs + len(ops) - 1, view.order)]
     return replace(region, ops=tuple(ops), outputs=tuple(made))
-
-
-def _apart(found: _Unification) -> _Unification:
-    """Give an input a second load where a product brings back a label over which a product before
-    it contracts.
-
-    before: ``exp(X[M, K] @ W[N, K]^T) @ W[N, K]``, whose result has the label of what the kernel
-    sums first; after: ``.. @ W[N, K2]``, a chain of products like any other.
-    """
-    region, groups = found.region, found.groups
-    over: dict[int, set[Slot]] = {}  # of the products that each value depends on
-    for i, op in enumerate(region.ops):
-        before = set[Slot]().union(*(over.get(v.value, ()) for v in op.operands))
-        if op.facets.contracts:
-            for use, d in (((i, 0), -2), ((i, 1), -1)):
-                if use in groups and found.find(found.slots(use)[d]) in before:
-                    groups = {**groups, use: (groups[use][0], len(_uses(region)) + i)}
-            before.add(found.find(found.slots((i, 0))[-1]))
-        over[len(region.inputs) + i] = before
-    joined = found if groups is found.groups else _Unification(region, groups, found.equal)
-    return joined if joined.consistent else found
 
 
 def _side_by_side(found: _Unification) -> _Unification:
@@ -396,6 +375,7 @@ class _Unification:
         #: the representative of the dimensions that are unified with one
         self.find, self._join = classes.find, classes.join
         self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
+        self.repeated: list[Slot] = []  # such that meet larger ones
         self.shapes: dict[Any, Shape] = {}
         for g in groups.values():
             self.shapes[g] = region.inputs[g[0]]
@@ -405,7 +385,7 @@ class _Unification:
             self._unify_op(i, op)
         for a, b in equal:
             self._join(a, b)
-        self.consistent = all(self._distinct(owner, s) for owner, s in self.shapes.items())
+        self.consistent = self._one_label_each()
 
     # ------------------------------------------------------------------------------- unification
 
@@ -427,6 +407,8 @@ class _Unification:
         for a, b in zip(reversed(operand), reversed(result), strict=False):
             if self.extent(a) == self.extent(b):
                 self._join(a, b)
+            else:
+                self.repeated.append(a)
 
     def _unify_op(self, i: int, op: RegionOp) -> None:
         result: list[Slot] = [(len(self.region.inputs) + i, d) for d in range(len(op.shape))]
@@ -453,6 +435,13 @@ class _Unification:
                 operands[1] += result[len(operands[1]) :]
             for slots in operands:
                 self._align(slots, result)
+
+    def _one_label_each(self) -> bool:
+        """True if no value has a label twice, or the label of a single row beside one it meets."""
+        rows = self._single_rows(self._larger())
+        return rows.isdisjoint(self.find(s) for s in self.repeated) and all(
+            self._distinct(owner, shape) for owner, shape in self.shapes.items()
+        )
 
     def _distinct(self, owner: Any, shape: Shape) -> bool:
         roots = [self.find((owner, d)) for d, e in enumerate(shape) if e != 1]
@@ -566,12 +555,7 @@ class _Unification:
 
     def _names(self) -> dict[Slot, str]:
         """A readable name for every class of dimensions that needs a label."""
-        wanted = {
-            self.find((owner, d))
-            for owner, shape in self.shapes.items()
-            for d, e in enumerate(shape)
-            if e != 1
-        }
+        wanted = self._larger()
         wanted |= self._single_rows(wanted)
         names: dict[Slot, str] = {}
         used: Counter[str] = Counter()
@@ -581,6 +565,15 @@ class _Unification:
                 used[name] += 1
                 names[root] = name if used[name] == 1 else f"{name}{used[name]}"
         return names
+
+    def _larger(self) -> set[Slot]:
+        """Dimensions of other extents than 1."""
+        return {
+            self.find((owner, d))
+            for owner, shape in self.shapes.items()
+            for d, e in enumerate(shape)
+            if e != 1
+        }
 
     def _single_rows(self, wanted: set[Slot]) -> set[Slot]:
         """Rows of extent 1: a matrix product without any other row label needs one."""
