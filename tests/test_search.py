@@ -29,7 +29,7 @@ from cutesuper.search.search import Progress, SearchOptions, SearchResult, searc
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.plan import RowPlan
 from cutesuper.targets import B200, H200
-from cutesuper.verify.equivalence import Verifier
+from cutesuper.verify.equivalence import Verifier, verify
 from tests import zoo
 from tests.host_time import slowness
 from tests.plans import compiled
@@ -486,6 +486,18 @@ def test_refused(name: str) -> None:
     build, message = REFUSED[name]
     with pytest.raises(SearchError, match=message):
         search(build(), H200, options=LOWERED)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_single_row_of_a_product_beside_one_that_is_repeated(computed: bool) -> None:
+    """Both would have the label of the row, and what is stored a label that no tensor has."""
+    g = new_kernel_graph()
+    x, y, z = (g.new_input((3, n, 16), "bfloat16") for n in (16, 1, 1))
+    y = g.exp(y) if computed else y
+    t = g.mul(x, y)
+    for out in (g.silu(t), g.maximum(y, z), g.matmul(z, g.transpose(t))):
+        g.mark_output(out)
+    assert verify(g, search(g, H200, options=LOWERED).candidates[0].mugraph)
 
 
 def test_products_are_refused_before_anything_is_searched() -> None:

@@ -409,6 +409,7 @@ class _Unification:
         #: the representative of the dimensions that are unified with one
         self.find, self._join = classes.find, classes.join
         self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
+        self.repeated: list[Slot] = []  # such that meet larger ones
         self.shapes: dict[Any, Shape] = {}
         for g in groups.values():
             self.shapes[g] = region.inputs[g[0]]
@@ -418,7 +419,7 @@ class _Unification:
             self._unify_op(i, op)
         for a, b in equal:
             self._join(a, b)
-        self.consistent = all(self._distinct(owner, s) for owner, s in self.shapes.items())
+        self.consistent = self._one_label_each()
 
     # ------------------------------------------------------------------------------- unification
 
@@ -440,6 +441,8 @@ class _Unification:
         for a, b in zip(reversed(operand), reversed(result), strict=False):
             if self.extent(a) == self.extent(b):
                 self._join(a, b)
+            else:
+                self.repeated.append(a)
 
     def _unify_op(self, i: int, op: RegionOp) -> None:
         result: list[Slot] = [(len(self.region.inputs) + i, d) for d in range(len(op.shape))]
@@ -466,6 +469,13 @@ class _Unification:
                 operands[1] += result[len(operands[1]) :]
             for slots in operands:
                 self._align(slots, result)
+
+    def _one_label_each(self) -> bool:
+        """True if no value has a label twice, or the label of a single row beside one it meets."""
+        rows = self._single_rows(self._larger())
+        return rows.isdisjoint(self.find(s) for s in self.repeated) and all(
+            self._distinct(owner, shape) for owner, shape in self.shapes.items()
+        )
 
     def _distinct(self, owner: Any, shape: Shape) -> bool:
         roots = [self.find((owner, d)) for d, e in enumerate(shape) if e != 1]
@@ -579,12 +589,7 @@ class _Unification:
 
     def _names(self) -> dict[Slot, str]:
         """A readable name for every class of dimensions that needs a label."""
-        wanted = {
-            self.find((owner, d))
-            for owner, shape in self.shapes.items()
-            for d, e in enumerate(shape)
-            if e != 1
-        }
+        wanted = self._larger()
         wanted |= self._single_rows(wanted)
         names: dict[Slot, str] = {}
         used: Counter[str] = Counter()
@@ -594,6 +599,15 @@ class _Unification:
                 used[name] += 1
                 names[root] = name if used[name] == 1 else f"{name}{used[name]}"
         return names
+
+    def _larger(self) -> set[Slot]:
+        """Dimensions of other extents than 1."""
+        return {
+            self.find((owner, d))
+            for owner, shape in self.shapes.items()
+            for d, e in enumerate(shape)
+            if e != 1
+        }
 
     def _single_rows(self, wanted: set[Slot]) -> set[Slot]:
         """Rows of extent 1: a matrix product without any other row label needs one."""
