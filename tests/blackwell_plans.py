@@ -21,7 +21,7 @@ from cutesuper.targets import B200
 from tests import row_programs as loops
 from tests import zoo
 from tests.attention import Attention
-from tests.plans import Linear, rows_plan, whole_plan
+from tests.plans import Linear, rows_plan, specs, whole_plan
 
 BF16 = "bfloat16"
 #: verdicts: nothing is wrong in any schedule; the output is equal to the reference, too; two
@@ -101,6 +101,28 @@ def double(schedule: Any = None, **fields: Any) -> Any:
     return plan
 
 
+def joint(knobs: dict[str, Any] | None = None, result: str = BF16, **fields: Any) -> Any:
+    """A small `Linear` of pairs of blocks whose products are joint; its ring goes round. Both have
+    all of their tensor memory, so they take more than half of shared memory."""
+    small: dict[str, Any] = {
+        "dtype": BF16,
+        "m": 32,
+        "tile_m": 32,
+        "n": 512,
+        "tile_n": 256,
+        "k": 320,
+        "tile_k": 64,
+        "transposed": True,
+        "norm": False,
+    }
+    linear = Linear(**(small | fields))
+    tensors = specs(linear.shapes(), linear.dtype, Z=result)
+    stored = result == BF16  # in bulk: through the ring the verifier loses addresses
+    known: dict[str, Any] = {"stages": 4, "head": 2, "share_rows": 2, "bulk_store": stored}
+    schedule = MatmulSchedule(joint=True, **(known | (knobs or {})))
+    return make_plan(linear.block().step("linear"), tensors, B200, schedule)
+
+
 def embedded() -> Any:
     """Norms of rows that an index names."""
     g = cs.new_kernel_graph()
@@ -173,6 +195,17 @@ MORE = {
     "two blocks at once, cluster along K": Case(lambda: double(cluster=2, k=256, norm=True)),
     "two blocks at once, fp32": Case(
         lambda: double(dtype="float32", precision="high", tile_k=32)
+    ),
+    "joint products": Case(lambda: joint(result="float32", k=128), "X @ W.T"),
+    "joint products, a ring that goes round": Case(joint),
+    "joint products, two warpgroups, norm": Case(lambda: joint({"warpgroups": 2}, norm=True)),
+    "joint products, prologue": Case(lambda: joint(gain=True, norm=True)),
+    "joint products, walk": Case(lambda: joint({"persistent": 2}, m=64, k=128)),
+    "joint products, handed out": Case(
+        lambda: joint({"persistent": 2, "hand_out": True}, m=64, k=128)
+    ),
+    "joint products, fp32": Case(
+        lambda: joint(result="float32", dtype="float32", precision="high", k=160, tile_k=32)
     ),
     "K tiles of 128": Case(lambda: few(k=256, tile_k=128)),
     "fp16, norm": Case(lambda: few(dtype="float16")),

@@ -21,7 +21,7 @@ pytest.importorskip("cutlass")
 
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.targets import B200
-from tests.blackwell_plans import BF16, CASES, FREE, PROVED, QUICK
+from tests.blackwell_plans import BF16, CASES, FREE, PROVED, QUICK, joint
 from tests.plans import Linear
 from tests.ptx.run import Conditions, PtxError, executable, run_launch
 from tests.ward import Given, given, verdict
@@ -89,7 +89,12 @@ def ring() -> Given:
     return given(linear.plan(B200, schedule=MatmulSchedule(stages=2, head=2)))
 
 
+JOINT = "joint products"
+RING, WALK = f"{JOINT}, a ring that goes round", f"{JOINT}, walk"
 FULL_BYTES = 2 * 64 * (64 + 8)
+JOINT_BYTES = 2 * 64 * (256 + 32 // 2)
+#: a commit that the leader of two blocks hears alone
+UNHEARD = changed(r"mov\.b16\s+(%rs\d+), 3;", lambda match: f"mov.b16 {match[1]}, 1;")
 #: by name: the kernel, and what is wrong with it
 STATIC: dict[str, tuple[Callable[[], Given], Callable[[str], str]]] = {
     "products before the stage is full": (ring, unwaited(0)),
@@ -110,6 +115,18 @@ STATIC: dict[str, tuple[Callable[[], Given], Callable[[str], str]]] = {
     "tensor memory that is not given back": (ring, without(r"tcgen05\.dealloc[^;]*;")),
     "weights multiplied before all warps have written them": (
         lambda: kernel_of("attention"), without(r"bar\.sync\s+%r\d+, 128;", 1),
+    ),
+    "joint products before the stage is full": (lambda: kernel_of(JOINT), unwaited(0)),
+    "joint products before the peer is ready": (lambda: kernel_of(JOINT), unwaited(1)),
+    "joint products of which the peer never says that it is ready": (
+        lambda: kernel_of(JOINT), without(r"mbarrier\.arrive\.shared::cluster[^;]*;", 0),
+    ),
+    "joint products whose end the peer does not hear": (lambda: kernel_of(JOINT), UNHEARD),
+    "64 bytes too few expected of joint products": (
+        lambda: kernel_of(JOINT), more(rf"mov\.b32\s+%r\d+, ({JOINT_BYTES});", -64),
+    ),
+    "tensor memory of two blocks given back before both have read it": (
+        lambda: kernel_of(JOINT), unwaited(4),
     ),
 }  # fmt: skip
 CAUGHT_STATICALLY = list(STATIC)
@@ -178,6 +195,38 @@ def test_tiles_are_handed_out(name: str) -> None:
         torch.testing.assert_close(found.double(), x @ w / norm, rtol=2**-8, atol=1e-5)
 
 
+JOINT_PLANS = {n: case.make for n, case in CASES.items() if n.startswith(JOINT)} | {
+    # too long for the verifier
+    f"{JOINT}, walk, prologue": lambda: joint(
+        {"persistent": 2, "head": 3}, m=64, gain=True, norm=True
+    )
+}
+OF_CI = (RING, f"{JOINT}, two warpgroups, norm", f"{JOINT}, walk, prologue")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.ptx] if n in OF_CI else []) for n in JOINT_PLANS]
+)
+def test_joint_products(name: str) -> None:
+    """One instruction for two blocks, with the numbers of two."""
+    kernel = kernel_of(name) if name in CASES else given(JOINT_PLANS[name]())
+    assert kernel.launch.cluster == (2, 1, 1) and "multicast::cluster.global" not in kernel.ptx
+    assert set(re.findall(r"tcgen05\.mma\.(cta_group::\d)", kernel.ptx)) == {"cta_group::2"}
+    for seed in (1, 2):
+        found = numbers(kernel, kernel.ptx, seed == 2, seed)
+        data = {
+            a.name: t.double() for a, t in zip(kernel.plan.arguments, kernel.tensors, strict=True)
+        }
+        x, w = data["X"], data["W"]
+        rows = (x * data["G"]).to(torch.bfloat16).double() if "G" in data else x
+        norm = (x.square().mean(1, keepdim=True) + 1e-6).sqrt() if kernel.plan.statistics else 1.0
+        exact = rows @ w.T / norm
+        bound = 2**-8 * exact.abs() + 1e-5
+        if kernel.plan.rounds:  # both operands, to 11 bits
+            bound = 2**-10 * (x.abs() @ w.T.abs())
+        assert ((found.double() - exact).abs() <= bound).all()
+
+
 GAIN, ATTENTION = "prologue", "attention"
 #: by name: the kernel, what is wrong with it, and what the machine says ("" for other numbers)
 DYNAMIC: dict[str, tuple[str, Callable[[str], str], str]] = {
@@ -232,6 +281,22 @@ DYNAMIC: dict[str, tuple[str, Callable[[str], str], str]] = {
     "8 bytes too many of an answer": (
         HANDED, more(r"mov\.b32\s+%r\d+, (16);(?=\s*mbarrier\.arrive\.expect)", 8),
         "no warp goes on",
+    ),
+    "a commit of one block's products": (
+        RING, lambda ptx: re.sub(r"(tcgen05\.commit\.cta_group::)2", r"\g<1>1", ptx),
+        "of one block and of two",
+    ),
+    "products whose end the peer does not hear": (RING, UNHEARD, "no warp goes on"),
+    "the same half of the rows in both blocks": (
+        RING,
+        lambda ptx: re.sub(r"(mov\.u32\s+%r\d+), %cluster_ctarank;(?!(.|\n)*%cluster_ctarank)",
+                           r"\1, 0;", ptx), "",
+    ),
+    "tensor memory that two blocks keep": (
+        RING, without(r"tcgen05\.dealloc[^;]*;"), "a block ends and has column",
+    ),
+    "accumulators that a block still reads when joint products replace them": (
+        WALK, without(r"tcgen05\.fence::before[^;]*;", 0), "tcgen05.fence on both sides",
     ),
     "an accumulator of other columns": (
         GAIN, changed(r"(\[%r\d+) \+ 0\];(?=\s*tcgen05\.wait)", lambda m: f"{m[1]} + 8];"), "",

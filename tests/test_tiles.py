@@ -11,12 +11,13 @@ from cutesuper.errors import ScheduleError
 from cutesuper.ir.dims import Symbol
 from cutesuper.report import plan_text
 from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
-from cutesuper.skeletons.matmul.schedule import shared_by
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule, shared_by
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import B200, H200
 from tests.plans import Linear, compiled, specs
 
 LARGE = Linear(m=4096, k=4096, n=4096, tile_m=128, tile_n=256, tile_k=64)
+NK = replace(LARGE, transposed=True)
 
 
 def run_twice(linear: Linear, rows: int, **knobs: Any) -> None:
@@ -131,6 +132,7 @@ def test_pieces_take_shared_memory() -> None:
         (LARGE, {"helpers": 3}, "3 helper warps; use 2 or 4"),
         (Linear(), {"bulk_store": True}, "32 rows in a tile at least"),
         (LARGE, {"hand_out": True}, "h200 (sm_90a) does not hand out blocks"),
+        (NK, {"joint": True}, "no instruction of h200 (sm_90a) mul"),
     ],
 )  # fmt: skip
 def test_refusals(linear: Linear, knobs: dict[str, Any], message: str) -> None:
@@ -146,6 +148,42 @@ def test_handed_out_tiles_are_a_block_each() -> None:
     assert schedule.persistent == 148 and grid_shape(plan) == (plan.tiles, 1, 1)
     with pytest.raises(ScheduleError, match="hand_out=True needs blocks that walk"):
         LARGE.plan(B200, schedule=replace(schedule, hand_out=True, persistent=0))
+
+
+def test_joint_blocks_keep_a_half_of_the_rows() -> None:
+    pair = NK.plan(B200).schedule
+    assert pair.share_rows == 2 and not pair.joint  # not measured
+    plan = NK.plan(B200, schedule=replace(pair, joint=True))
+    plain = NK.plan(B200, schedule=pair)
+    assert plan.held_rows == plan.tile[0] // 2 == plain.held_rows // 2
+    stage = plan.element_bytes * plan.tile[2] * plan.held_rows
+    assert plain.shared_bytes - plan.shared_bytes == 4 * 8192 == pair.stages * stage
+
+
+@pytest.mark.parametrize(
+    ("linear", "knobs"),
+    [
+        (NK, {"share_rows": 1}),
+        (LARGE, {}),  # weights (K, N)
+        (replace(NK, tile_m=80, m=1600), {"stages": 4}),  # halves that are no multiples of 16
+        (replace(NK, tile_n=64), {"warpgroups": 1, "stages": 8}),  # one block of columns
+        (replace(NK, turned=True, norm=False), {}),
+        (replace(NK, tile_m=256, tile_n=128), {"helpers": 4}),  # two instructions
+    ],
+)
+def test_what_two_blocks_cannot_multiply_at_once(linear: Linear, knobs: dict[str, Any]) -> None:
+    plan = linear.plan(B200)
+    known = {"share_rows": 2, "persistent": 0, "stages": 3, "head": 2, "joint": True}
+    with pytest.raises(ScheduleError, match="joint=True needs share_rows=2 and instructions"):
+        linear.plan(B200, schedule=replace(plan.schedule, **(known | knobs)))
+
+
+def test_joint_blocks_have_their_tensor_memory_alone() -> None:
+    small = Linear(m=32, tile_m=32, n=512, tile_n=128, tile_k=64, transposed=True, norm=False)
+    pair = MatmulSchedule(stages=2, head=2, share_rows=2)
+    assert small.plan(B200, schedule=pair)
+    with pytest.raises(ScheduleError, match="32768 numbers of products in a block, and 5 block"):
+        small.plan(B200, schedule=replace(pair, joint=True))
 
 
 def test_fp32_outputs_leave_directly() -> None:

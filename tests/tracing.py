@@ -229,6 +229,7 @@ CORPUS: list[Case] = [
     ("angles", lambda x: torch.sin(x) * torch.cos(2 * x) + torch.tan(x * 0.1), (X,)),
     ("angles of any size", lambda x: torch.sin(x) + torch.cos(x), (X * 1e6,)),
     ("sinc", torch.sinc, (X,)),
+    ("powers of 0 and 1", lambda x: (x**0, x**1, torch.xlogy(x, 2.0)), (X,)),
     ("binary cross entropy", F.binary_cross_entropy, (X.sigmoid(), Y.sigmoid())),
     ("inverse angles", lambda x: (torch.asin(x.tanh()), torch.acos(x.tanh()), x.atan()), (X,)),
     ("hyperbolic functions", lambda x: (x.sinh(), x.cosh(), x.asinh()), (X,)),

@@ -115,15 +115,19 @@ class Products(ABC):
         """
 
     @abstractmethod
-    def allocate(self, alloc: cutlass.memory.SmemAllocator, warpgroups: int) -> Any:
-        """Allocate what the products of so many warpgroups need in shared memory."""
+    def allocate(
+        self, alloc: cutlass.memory.SmemAllocator, warpgroups: int, joint: bool = False
+    ) -> Any:
+        """Allocate what the products of so many warpgroups need in shared memory; see `open`."""
 
     @abstractmethod
     def barriers(self, memory: Any) -> list[Barriers]:
         """Barriers of that memory; they are initialised with the others of the block."""
 
     @abstractmethod
-    def open(self, memory: Any, warpgroups: int, registers: int, dependent: bool) -> Products:
+    def open(
+        self, memory: Any, warpgroups: int, registers: int, dependent: bool, joint: bool = False
+    ) -> Products:
         """Take room for ``registers`` accumulators of each thread of the consumer warpgroups.
         The result multiplies.
 
@@ -132,6 +136,9 @@ class Products(ABC):
             warpgroups: of consumers.
             registers: 32-bit numbers of a thread that products read and write.
             dependent: true if the launch depends on the one before, which needs such room too.
+            joint: true if products are those of two blocks, a cluster: each has the first operand
+                of its own results, and half of the rows of the second one. Only where a target says
+                so (`Target.joint`); with first operands of two blocks of rows.
         """
 
     @abstractmethod

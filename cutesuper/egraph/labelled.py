@@ -277,8 +277,9 @@ def _separate(region: Region) -> _Unification | None:
 
 
 class _Apart:
-    """Classes of dimensions of which some must stay apart: those of one value. To ask if two may be
-    joined takes 10 us, to unify all operators of a region of 40 with them 2 ms.
+    """Classes of dimensions of which some must stay apart: those of one value.
+
+    To ask if two may be joined takes 10 us; to unify all operators of a region of 40, 2 ms.
 
     Args:
         found: the classes to begin with; consistent.
@@ -538,23 +539,27 @@ class _Unification:
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:
-            slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
-            rows, columns = (self.names.get(self.find(s)) for s in slots)
             one_row = op.shape[-2] == 1 and attributes["alignment"] == "bottom_right"
             if one_row or op.shape[-1] == 1:  # nothing is hidden: the operand itself
                 return args[0]
-            if rows is None:
-                raise SearchError(
-                    f"{kind} of one row, 'top_left': only its first column is seen; "
-                    "use 'bottom_right' for a row that sees all columns"
-                )
-            attributes |= {"rows": rows, "columns": columns}
+            attributes |= self._causal(i, op)
         made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)
         key = kind, made.inputs, over, tuple(sorted(attributes.items()))
         if key not in index:  # otherwise another use already computed it
             ops.append(made)
             index[key] = len(ops) - 1
         return index[key]
+
+    def _causal(self, i: int, op: RegionOp) -> Attributes:
+        """The labels of a mask by positions alone. Raises SearchError."""
+        slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
+        rows, columns = (self.names.get(self.find(s)) for s in slots)
+        if rows is None:
+            raise SearchError(
+                f"{op.kind} of one row, 'top_left': only its first column is seen; "
+                "use 'bottom_right' for a row that sees all columns"
+            )
+        return {"rows": rows, "columns": columns}
 
     def _counted(self, i: int, op: RegionOp) -> Attributes:
         """Attributes of a mask with lengths or labels. Raises SearchError."""

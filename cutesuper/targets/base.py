@@ -208,6 +208,7 @@ class Target:
         accumulators: most fp32 accumulators of a block where they have a memory of their own; None
             where they are registers.
         hands_out: True if blocks that run may take the work of those that have not started.
+        joint: True if one instruction may multiply for two blocks of a cluster.
     """
 
     name: str
@@ -232,6 +233,7 @@ class Target:
     accumulators: int | None = None
     doubled: float = 1.0
     hands_out: bool = False
+    joint: bool = False
 
     @property
     def sm_shared_bytes(self) -> int:

@@ -29,6 +29,7 @@ B200 = replace(
     accumulators=512 * 64,
     doubled=2.0,
     hands_out=True,
+    joint=True,
 )
 
 #: B300: the same in dense 16-bit products and in bandwidth, with more memory

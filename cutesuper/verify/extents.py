@@ -9,6 +9,7 @@ every block program with such a label can split as required.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from cutesuper.errors import GraphError
 from cutesuper.ir.block import AxisKind, BlockOp, BlockProgram, MuGraph, mapped_labels
 from cutesuper.ir.dims import Dim, ceil_div, extent
-from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.ir.operators.base import INPUT, TABLE, Counts, lookup
 from cutesuper.ir.relations import Classes
 
@@ -165,48 +166,44 @@ def _tied(
 def _join_node(classes: Classes[_Node], graph: KernelGraph, i: int) -> None:
     """Join the dimensions of node ``i`` that must be equal."""
     node = graph.nodes[i]
-    rank = len(node.shape)
     for d, n in enumerate(node.shape):
         if n == 1:
             classes.join(("s", i, d), _ONE)
     shapes = [graph.nodes[j].shape for j in node.inputs]
-
-    def join(d: int, operand: int, e: int) -> None:
+    for d, operand, e in _same(node, shapes):
         if shapes[operand][e] != 1 and node.shape[d] != 1:
             classes.join(("s", i, d), ("s", node.inputs[operand], e))
+    if node.facets.puts and shapes[1][0] != 1:
+        dim = node.attributes["dim"]
+        classes.join(("s", node.inputs[1], 0), ("s", node.inputs[2], dim))
+    if node.facets.contracts:
+        a, b = node.inputs
+        classes.join(("s", a, len(shapes[0]) - 1), ("s", b, len(shapes[1]) - 2))
 
+
+def _same(node: Node, shapes: Sequence[tuple[Dim, ...]]) -> Iterator[tuple[int, int, int]]:
+    """Each dimension of a node with the operand, and its dimension, that it is."""
+    rank = len(node.shape)
     if node.facets.gathers:
         for d in range(rank):
             if (origin := node.facets.origin(d, len(shapes[1]))) is not None:
-                join(d, *origin)
-        return
-    if node.facets.puts:
-        dim = node.attributes["dim"]
+                yield d, *origin
+    elif node.facets.puts:
         for d in range(rank):
-            join(d, 0, d)
-            if d != dim:
-                join(d, 2, d)
-        if shapes[1][0] != 1:
-            classes.join(("s", node.inputs[1], 0), ("s", node.inputs[2], dim))
-        return
-    if lookup(node.operator).integers:  # lengths have the first dimensions of the scores
+            yield d, 0, d
+            if d != node.attributes["dim"]:
+                yield d, 2, d
+    elif lookup(node.operator).integers:  # lengths have the first dimensions of the scores
+        yield from ((d, k, d) for k, s in enumerate(shapes) for d in range(len(s)))
+    elif node.facets.permutes:
+        yield from ((d, 0, e) for d, e in enumerate(node.attributes["dims"]))
+    else:
+        skip = 2 if node.facets.contracts else 0
         for k, s in enumerate(shapes):
-            for d in range(len(s)):
-                join(d, k, d)
-        return
-    if node.facets.permutes:
-        for d, e in enumerate(node.attributes["dims"]):
-            join(d, 0, e)
-        return
-    skip = 2 if node.facets.contracts else 0
-    for k, s in enumerate(shapes):
-        for e in range(len(s) - skip):
-            join(e + rank - len(s), k, e)
-    if node.facets.contracts:
-        a, b = node.inputs
-        join(rank - 2, 0, len(shapes[0]) - 2)
-        join(rank - 1, 1, len(shapes[1]) - 1)
-        classes.join(("s", a, len(shapes[0]) - 1), ("s", b, len(shapes[1]) - 2))
+            yield from ((e + rank - len(s), k, e) for e in range(len(s) - skip))
+        if node.facets.contracts:
+            yield rank - 2, 0, len(shapes[0]) - 2
+            yield rank - 1, 1, len(shapes[1]) - 1
 
 
 def _join_mugraph(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> None:

@@ -65,6 +65,7 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "maximum": torch.maximum,
     "raised": torch.maximum,
     "xlogy": torch.xlogy,
+    "hypot": torch.hypot,
     "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
     "hide": lambda c, x: torch.where(c > 0.5, x, -torch.inf),
     "lift": lambda c, x: torch.where(c > 0.5, x, torch.inf),
@@ -171,6 +172,21 @@ def _sinc(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype)
     angle = m.function(lambda x: x * math.pi, args[0])
     sine = m.function(torch.sin, angle)
     return m.function(lambda s, x: torch.where(x == 0, 1.0, s / x), sine, angle)
+
+
+@formula("special_entr")
+def _entr(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """With a logarithm of its own, which rounds to 0 next to 1."""
+    logarithm = m.function(torch.log, args[0])
+    return m.function(
+        lambda x, y: torch.where(x > 0, -x * y, torch.special.entr(x)), args[0], logarithm
+    )
+
+
+@formula("logit")
+def _logit(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The logarithm of a quotient, which is rounded."""
+    return m.function(torch.log, m.function(lambda x: x / (1 - x), args[0]))
 
 
 @formula("tan")

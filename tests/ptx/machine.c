@@ -78,6 +78,7 @@ typedef struct {
     int64_t after;            /* time of the last tcgen05.fence::after_thread_sync */
     struct { const struct instruction *i; uint32_t address; } transfers[TRANSFERS];
     int32_t transfer_count;   /* loads and stores of tensor memory that nobody has waited for */
+    int32_t called;           /* it waits for a warp of the other block of a pair */
     uint64_t *r;              /* registers, [register][lane] */
     uint8_t carry[LANES];     /* the flag of add.cc and its like */
     uint8_t *local;           /* memory of the threads, [lane][byte] */
@@ -102,6 +103,8 @@ typedef struct {
     named_barrier barriers[MAX_BARRIERS];
     warp *warps;
     int32_t warp_count, alive_warps;
+    int32_t calls;            /* instructions so far that warps of both blocks of a pair run */
+    int32_t offered;          /* 1 + the first column that the other block of a pair has taken */
     uint32_t id[3], rank;
     struct cluster *cluster;
 } block;
@@ -140,7 +143,7 @@ typedef struct {
     warp *w;
     block *b;
     const instruction *i;
-    uint32_t d, shape, barrier;
+    uint32_t d, shape, barrier, ranks;
     uint64_t a, bd;
     int32_t adds;
 } issued;
@@ -770,22 +773,54 @@ static column *columns_at(block *b, uint32_t quarter, uint32_t first, uint32_t c
     return c;
 }
 
-static void take_columns(block *b, uint32_t to, uint32_t count)
+/* The other block of a pair. */
+static block *other(block *b)
 {
-    if (count < 32 || count > COLUMNS || count & (count - 1))
-        fail("%u columns of tensor memory", count);
+    if ((b->rank ^ 1) >= (uint32_t)b->cluster->count)
+        fail("an instruction of two blocks in a cluster of %d", b->cluster->count);
+    block *there = b->cluster->blocks + (b->rank ^ 1);
+    if (!there->alive_warps)
+        fail("an instruction of two blocks, one of which has ended");
+    return there;
+}
+
+/* An instruction that a warp of each block of a pair runs: returns 0 until both have come. */
+static int both_call(block *b, warp *w)
+{
+    if (!w->called)
+        w->called = ++b->calls, M.changes++;
+    if ((b->cluster->blocks + (b->rank ^ 1))->calls < w->called)
+        return 0;
+    w->called = 0;
+    return 1;
+}
+
+static int free_columns(block *b, uint32_t first, uint32_t count)
+{
     if (!b->tensor) {
         b->tensor = malloc(ROWS * COLUMNS * 4);
         memset(b->tensor, 0xff, ROWS * COLUMNS * 4);
         b->columns = calloc(QUARTERS * COLUMNS, sizeof *b->columns);
     }
+    for (uint32_t k = 0; k < count; k++)
+        if (b->columns[first + k].taken)
+            return 0;
+    return 1;
+}
+
+/* Columns of a block; of a `pair`, the same of both blocks. */
+static void take_columns(block *b, uint32_t to, uint32_t count, block *pair)
+{
+    if (count < 32 || count > COLUMNS || count & (count - 1))
+        fail("%u columns of tensor memory", count);
     uint32_t places = COLUMNS / count, from = draw();
     for (uint32_t n = 0; n < places; n++) {
-        uint32_t first = (from + n) % places * count, free = 1;
-        for (uint32_t k = 0; k < count; k++)
-            free &= !b->columns[first + k].taken;
-        if (!free)
+        uint32_t first = b->offered ? (uint32_t)b->offered - 1 : (from + n) % places * count;
+        if (!free_columns(b, first, count) || (pair && !b->offered && !free_columns(pair, first, count)))
             continue;
+        if (pair && !b->offered)
+            pair->offered = (int32_t)first + 1;
+        b->offered = 0;
         for (uint32_t k = 0; k < count; k++)
             for (int q = 0; q < QUARTERS; q++)
                 b->columns[q * COLUMNS + first + k] = (column) { .taken = 1 };
@@ -799,7 +834,7 @@ static int queued_for(block *b)
 {
     int found = 0;
     for (int n = 0; n < M.queued; n++)
-        found += M.queue[n].b == b;
+        found += M.queue[n].b == b || (M.queue[n].i->extra[3] && other(M.queue[n].b) == b);
     return found;
 }
 
@@ -903,30 +938,24 @@ static uint32_t lane_of(uint32_t row, uint32_t rows)
     return rows == 64 ? row / 16 * 32 + row % 16 : row;
 }
 
-/* extra: 0 a commit, 1 A in tensor memory, 2 elements of TF32 */
-static void run_issued(issued *q)
+/* The rows that a block has of a product, `bs` being all columns. */
+static void multiply_rows(block *b, issued *q, uint32_t rows, const float *bs)
 {
-    M.b = q->b, M.now = q->i, M.now_warp = (int)(q->w - q->b->warps);
-    if (q->i->extra[0]) {
-        barrier_arrive(shared_at(q->b, q->barrier, 8), 1, 0);
-        return;
-    }
-    uint32_t rows = rows_of(q->shape), count = columns_of(q->shape);
+    uint32_t count = columns_of(q->shape);
     int kind = q->shape >> 7 & 7, ks = kind == 2 ? 8 : 16;
-    static __thread float a[16 * ROWS], bs[16 * 256];
+    static __thread float a[16 * ROWS];
     if (q->i->extra[1])
         for (uint32_t row = 0; row < rows; row++)
             for (int k = 0; k < ks; k++) {
-                uint32_t *words = q->b->tensor + lane_of(row, rows) * COLUMNS + (uint32_t)q->a;
+                uint32_t *words = b->tensor + lane_of(row, rows) * COLUMNS + (uint32_t)q->a;
                 a[k * rows + row] = kind == 2 ? as_f32(words[k] & 0xffffe000u)
                                               : from16(kind, (uint16_t)(words[k / 2] >> 16 * (k % 2)));
             }
     else
-        read_operand(q->b, q->a, kind, q->shape >> 15 & 1, 0, (int)rows, ks, a);
-    read_operand(q->b, q->bd, kind, q->shape >> 16 & 1, 0, (int)count, ks, bs);
+        read_operand(b, q->a, kind, q->shape >> 15 & 1, 0, (int)rows, ks, a);
     for (uint32_t row = 0; row < rows; row++) {
         float sum[256] = { 0 };
-        uint32_t *d = q->b->tensor + lane_of(row, rows) * COLUMNS + q->d;
+        uint32_t *d = b->tensor + lane_of(row, rows) * COLUMNS + q->d;
         for (int k = 0; k < ks && kind != 2; k++)
             for (uint32_t n = 0; n < count; n++)
                 sum[n] += a[k * rows + row] * bs[k * count + n];
@@ -938,21 +967,51 @@ static void run_issued(issued *q)
     }
     for (int quarter = 0; quarter < QUARTERS; quarter++)
         for (uint32_t n = 0; n < count; n++)
-            q->b->columns[quarter * COLUMNS + q->d + n].done = M.clock;
+            b->columns[quarter * COLUMNS + q->d + n].done = M.clock;
+}
+
+/* extra: 0 a commit, 1 A in tensor memory, 2 elements of TF32, 3 of two blocks */
+static void run_issued(issued *q)
+{
+    M.b = q->b, M.now = q->i, M.now_warp = (int)(q->w - q->b->warps);
+    block *blocks[2] = { q->b, q->i->extra[3] ? other(q->b) : NULL };
+    if (q->i->extra[0]) {
+        for (int n = 0; n < q->b->cluster->count; n++)
+            if (q->ranks >> n & 1)
+                barrier_arrive(shared_at(q->b->cluster->blocks + n, q->barrier, 8), 1, 0);
+        return;
+    }
+    int parts = 1 + q->i->extra[3], kind = q->shape >> 7 & 7, ks = kind == 2 ? 8 : 16;
+    uint32_t count = columns_of(q->shape), part = count / (uint32_t)parts;
+    static __thread float own[16 * 256], bs[16 * 256];
+    for (int n = 0; n < parts; n++) {
+        read_operand(blocks[n], q->bd, kind, q->shape >> 16 & 1, 0, (int)part, ks, own);
+        for (int k = 0; k < ks; k++)
+            memcpy(bs + (uint32_t)k * count + (uint32_t)n * part, own + (uint32_t)k * part, part * 4);
+    }
+    for (int n = 0; n < parts; n++)
+        multiply_rows(blocks[n], q, rows_of(q->shape) / (uint32_t)parts, bs);
 }
 
 static void issue(issued q)
 {
+    int two = q.i->extra[3];
+    if (two && q.b->rank % 2)
+        fail("an instruction of two blocks that the second of them issues");
     if (!q.i->extra[0]) {
         uint32_t rows = rows_of(q.shape), count = columns_of(q.shape);
-        if ((rows != 64 && rows != 128) || count == 0 || count > 256 || (q.shape >> 4 & 3) != 1
+        if ((two ? rows != 256 : rows != 64 && rows != 128) || count == 0 || count > 256
+            || (q.shape >> 4 & 3) != 1
             || (q.i->extra[2] ? (q.shape >> 7 & 7) != 2 : (q.shape >> 7 & 7) > 1)
             || (q.shape >> 10 & 7) != (q.shape >> 7 & 7)
-            || (rows == 128 && count % 16))
+            || (rows == 128 && count % 16) || (two && count % 32))
             fail("a product of shape %#x", q.shape);
-        hand_over(q.b, q.w, q.d, count);
-        if (q.i->extra[1])
-            hand_over(q.b, q.w, (uint32_t)q.a, 8);
+        for (int n = 0; n <= two; n++) {
+            block *there = n ? other(q.b) : q.b;
+            hand_over(there, q.w, q.d, count);
+            if (q.i->extra[1])
+                hand_over(there, q.w, (uint32_t)q.a, 8);
+        }
     }
     if (!M.l->late)
         run_issued(&q);
@@ -1827,14 +1886,18 @@ static int step(block *b, warp *w, uint32_t group)
             run_products(w, w->groups - (int)r[(uint64_t)o[0] * LANES]);
             M.now = i;
             break;
-        case TENSOR_ALLOC: /* [to], columns */
+        case TENSOR_ALLOC: /* [to], columns; extra: 0 of two blocks */
             if (!whole(w, FULL, mask) || mask != FULL)
                 return 0;
+            if (i->extra[0] && !both_call(b, w))
+                return 0;
             take_columns(b, (uint32_t)(r[(uint64_t)o[0] * LANES] + r[(uint64_t)o[1] * LANES]),
-                         (uint32_t)r[(uint64_t)o[2] * LANES]);
+                         (uint32_t)r[(uint64_t)o[2] * LANES], i->extra[0] ? other(b) : NULL);
             break;
-        case TENSOR_FREE: /* first, columns */
+        case TENSOR_FREE: /* first, columns; extra: 0 of two blocks */
             if (!whole(w, FULL, mask) || mask != FULL)
+                return 0;
+            if (i->extra[0] && !both_call(b, w))
                 return 0;
             give_columns(b, (uint32_t)r[(uint64_t)o[0] * LANES], (uint32_t)r[(uint64_t)o[1] * LANES]);
             break;
@@ -1852,14 +1915,16 @@ static int step(block *b, warp *w, uint32_t group)
             finish_transfers(b, w, i->extra[0]);
             M.now = i;
             break;
-        case TENSOR_ISSUE: { /* [D], A, B, shape, ..., adds; or [barrier]; extra: see run_issued */
+        case TENSOR_ISSUE: { /* [D], A, B, shape, ..., adds; or [barrier], ranks?; extra: see
+                              * run_issued */
             if (mask & (mask - 1))
                 fail("an instruction of one thread that several run");
             int l = __builtin_ctz(mask), at = i->extra[1] ? 4 : 3;
             issued q = { .w = w, .b = b, .i = i };
-            if (i->extra[0])
-                q.barrier = (uint32_t)(R(o[0]) + R(o[1]));
-            else {
+            if (i->extra[0]) {
+                q.barrier = (uint32_t)(R(o[0]) + R(o[1])) & 0xffffff;
+                q.ranks = i->count > 2 ? (uint32_t)R(o[2]) & 0xffff : 1u << b->rank;
+            } else {
                 q.d = (uint32_t)(R(o[0]) + R(o[1]));
                 q.a = R(o[2]) + (i->extra[1] ? R(o[3]) : 0);
                 q.bd = R(o[at]), q.shape = (uint32_t)R(o[at + 1]), q.adds = R(o[i->count - 1]) & 1;

@@ -234,15 +234,15 @@ def _tensor(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
     kind = name.split(".")[1]
     if kind.startswith("wait"):
         return "tensor.wait", (int(kind == "wait::st"),)
+    two = int(".cta_group::2" in name)
     if kind in whole:
-        return whole[kind], ()
+        return whole[kind], (two,)
     if move := re.fullmatch(r"tcgen05\.(ld|st)\.sync\.aligned\.16x(128|256)b\.x(\d+)\.b32", name):
         return "tensor.move", (int(move[2]), int(move[3]), int(move[1] == "st"))
-    one = ".cta_group::1" in name and "multicast" not in name
-    if kind == "commit" and one:
-        return "tensor.issue", (1, 0, 0)
-    if kind == "mma" and one and (elements := re.search(r"\.kind::(f16|tf32)", name)):
-        return "tensor.issue", (0, int(i.text.count("[") == 2), int(elements[1] == "tf32"))
+    if kind == "commit":
+        return "tensor.issue", (1, 0, 0, two)
+    if kind == "mma" and (elements := re.search(r"\.kind::(f16|tf32)", name)):
+        return "tensor.issue", (0, int(i.text.count("[") == 2), int(elements[1] == "tf32"), two)
     return None
 
 
@@ -330,6 +330,8 @@ def _array(kind: Any, values: Sequence[Any]) -> Any:
 @functools.lru_cache(maxsize=64)
 def executable(ptx: str) -> Executable:
     """Translate the PTX of one kernel. Raises PtxError."""
+    if len(set(re.findall(r"tcgen05\.\S*(cta_group::\d)", ptx))) > 1:
+        raise PtxError("instructions of tcgen05 of one block and of two in a kernel")
     module = parse(ptx)
     operation = _machine().operation
     code = (_Instruction * len(module.instructions))()

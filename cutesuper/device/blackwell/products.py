@@ -10,6 +10,11 @@ An accumulator ``[128, N]`` has all 32 lanes of each warp. If 16 rows of one blo
 take turns in the first operand, the lower lanes of all warps are an accumulator of the first block,
 and the upper ones of the second. Such products run at twice the rate.
 
+Products of two blocks of a cluster, the leader and its peer, may be one instruction of 256 rows. It
+reads 128 rows of the first operand and half of the second one from the shared memory of each, and
+leaves each the accumulators of its rows, at the same columns. The leader issues it once the peer
+has announced that its part is there and its accumulators are free; the commit arrives at both.
+
 Source: NVIDIA, Parallel Thread Execution ISA 8.8, tcgen05.
 """
 
@@ -23,13 +28,14 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.blackwell_helpers as sm100
-from cutlass import Float32, Int32
+from cutlass import Float32, Int16, Int32
 from cutlass._mlir.dialects import llvm, scf
 from cutlass.cute.arch.elect import IfOpRegion
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-from cutesuper.device.barriers import Barriers, Meeting
+from cutesuper.device.barriers import Barrier, Barriers, Meeting
+from cutesuper.device.cluster import rank_in_cluster
 from cutesuper.device.fragments import filled, fragment
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.products import GatheredProduct, Product, Products
@@ -40,6 +46,8 @@ from cutesuper.device.tf32 import STEP, gathered
 ALL_BARRIER, GROUP_BARRIER = 7, 8
 #: fewest columns of tensor memory that a block can have; it has a power of two
 LEAST_COLUMNS = 32
+#: of a multiprocessor: blocks whose products are joint have all of them, so the same ones
+ALL_COLUMNS = 512
 #: most columns of one statement: one of 256 needs more registers than each of 512 threads has
 MOST_LOADED = 128
 #: place of the lane in an address of tensor memory, and for the 32 lanes of a warp
@@ -65,10 +73,15 @@ class TensorMemory:
     Attributes:
         address: of the columns of tensor memory (Int32).
         done: barriers of the groups of each warpgroup.
+        peer: the same, at which the peer announces its part of a group; None if products are not
+            joint.
+        left: at which the other block says that it needs no tensor memory any more; None likewise.
     """
 
     address: cute.Pointer
     done: Barriers
+    peer: Barriers | None = None
+    left: Barriers | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,7 @@ class Open:
         base: first column of this thread's warpgroup (Float32 pointer).
         columns: allocated for the block.
         warp: index in the block, uniform.
+        rank: in the pair whose products are joint; None if they are not.
         ended: one register: groups of products that have ended (Int32).
         taken: columns that accumulators of this warpgroup have, while tracing.
     """
@@ -105,6 +119,7 @@ class Open:
     base: cute.Pointer
     columns: int
     warp: Any
+    rank: Any
     ended: cute.Tensor
     taken: list[int] = field(default_factory=list[int])
 
@@ -146,12 +161,17 @@ class TensorProduct(Product):
         """Rows of the instruction."""
         return self.blocks * self.cores.block
 
-    def instruction(self) -> cute.TiledMma:
-        """The instruction: another one each time, since a flag of a run-time loop stays inside."""
+    def instruction(self, joint: bool = False) -> cute.TiledMma:
+        """The instruction, made anew each time, since a flag of a run-time loop stays inside.
+
+        ``joint``: that of two blocks, instead of this block's part of it.
+        """
+        group = tcgen05.CtaGroup.TWO if joint else tcgen05.CtaGroup.ONE
+        part = self.rows, self.columns // (1 + self.cores.joint)
+        shape = (2 * self.rows, self.columns) if joint else part
         return sm100.make_trivial_tiled_mma(
-            self.dtype, self.dtype, *self.majors, Float32, tcgen05.CtaGroup.ONE,
-            (self.rows, self.columns), self.source,
-        )  # fmt: skip
+            self.dtype, self.dtype, *self.majors, Float32, group, shape, self.source
+        )
 
     def first(self, memory: cute.Tensor) -> cute.Tensor:
         mma = self.instruction()
@@ -162,8 +182,8 @@ class TensorProduct(Product):
         return mma.make_fragment_B(mma.get_slice(0).partition_B(memory))
 
     def accumulator(self, columns: int) -> Accumulator:
-        mma = self.instruction()
-        one = mma.make_fragment_C(mma.partition_shape_C((self.rows, self.columns))).layout
+        mma, blocks = self.instruction(self.cores.joint), 1 + self.cores.joint
+        one = mma.make_fragment_C(mma.partition_shape_C((self.rows * blocks, self.columns))).layout
         # side by side; the layout for all of them has every second one in other lanes
         shape = (one.shape[0], 1, columns // self.columns)
         layout = cute.make_layout(shape, stride=(one.stride[0], 0, self.columns))
@@ -186,7 +206,7 @@ class TensorProduct(Product):
         store([words[n] for n in range(cute.size(words))], self.cores.opened().address(place))
 
     def multiply(self, accumulator: Accumulator, first: Any, second: Any) -> None:
-        mma = self.instruction()
+        mma = self.instruction(self.cores.joint)
         adds = False if self.replaces[0] else accumulator.filled[0] != 0
         mma.set(tcgen05.Field.ACCUMULATE, adds)
         cute.gemm(mma, accumulator.tensor, first, second, accumulator.tensor)
@@ -243,6 +263,11 @@ class TensorProducts(Products):
         assert self.state is not None, "open the products before they are used"
         return self.state
 
+    @property
+    def joint(self) -> bool:
+        """True if they are those of two blocks."""
+        return self.opened().rank is not None
+
     def product(
         self,
         dtype: Any,
@@ -260,25 +285,38 @@ class TensorProducts(Products):
 
     # ----------------------------------------------------------------------------------- memory
 
-    def allocate(self, alloc: cutlass.memory.SmemAllocator, warpgroups: int) -> TensorMemory:
-        address = alloc.allocate_array(Int32, 1, byte_alignment=4)
-        return TensorMemory(address, Barriers.allocate(alloc, GROUPS * warpgroups))
+    def allocate(
+        self, alloc: cutlass.memory.SmemAllocator, warpgroups: int, joint: bool = False
+    ) -> TensorMemory:
+        address, groups = alloc.allocate_array(Int32, 1, byte_alignment=4), GROUPS * warpgroups
+        memory = TensorMemory(address, Barriers.allocate(alloc, groups))
+        if not joint:
+            return memory
+        return replace(memory, peer=Barriers.allocate(alloc, groups), left=Barriers.allocate(alloc))
 
     def barriers(self, memory: TensorMemory) -> list[Barriers]:
-        return [memory.done]
+        return [b for b in (memory.done, memory.peer, memory.left) if b is not None]
 
     def open(
-        self, memory: TensorMemory, warpgroups: int, registers: int, dependent: bool
+        self,
+        memory: TensorMemory,
+        warpgroups: int,
+        registers: int,
+        dependent: bool,
+        joint: bool = False,
     ) -> TensorProducts:
         # two columns of 64 rows are one register of 128 threads
         columns = max(LEAST_COLUMNS, 1 << (2 * registers * warpgroups - 1).bit_length())
+        if joint:
+            columns = ALL_COLUMNS
         index, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(index // 32)
-        self._take(memory, columns, warpgroups, warp, dependent)
+        self._take(memory, columns, warpgroups, warp, dependent, joint)
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, memory.address)
         base = base + cute.assume(warp // 4 * (columns // warpgroups), divby=8)
+        rank = rank_in_cluster() if joint else None
         ended = filled(1, 0, Int32)
-        return replace(self, state=Open(memory, base, columns, warp, ended))
+        return replace(self, state=Open(memory, base, columns, warp, rank, ended))
 
     @cute.jit
     def _take(
@@ -288,8 +326,11 @@ class TensorProducts(Products):
         warpgroups: cutlass.Constexpr,
         warp,
         dependent: cutlass.Constexpr,
+        joint: cutlass.Constexpr,
     ):
-        """Allocate columns; waits until another block of the multiprocessor gives them back.
+        """Allocate columns, all of them where products are ``joint``.
+
+        Waits until another block of the multiprocessor gives them back.
 
         Blocks of the launch before have started, but may not have theirs: without the wait for them
         both launches would wait for each other.
@@ -297,8 +338,8 @@ class TensorProducts(Products):
         if warp == 0:
             if cutlass.const_expr(dependent):
                 wait_for_predecessor()
-            cute.arch.alloc_tmem(columns, memory.address)
-            cute.arch.relinquish_tmem_alloc_permit()
+            cute.arch.alloc_tmem(columns, memory.address, is_two_cta=joint)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=joint)
         Meeting(ALL_BARRIER, 128 * warpgroups).meet()
 
     @cute.jit
@@ -308,8 +349,12 @@ class TensorProducts(Products):
         Meeting(ALL_BARRIER, 128 * warpgroups).meet()
         after_meeting()
         if state.warp == 0:
+            if cutlass.const_expr(self.joint):
+                with cute.arch.elect_one():
+                    state.memory.left.only.arrive(state.rank ^ 1)
+                state.memory.left.only.wait(0)
             first = cute.arch.retrieve_tmem_ptr(Float32, 16, state.memory.address)
-            cute.arch.dealloc_tmem(first, state.columns)
+            cute.arch.dealloc_tmem(first, state.columns, is_two_cta=self.joint)
 
     # ----------------------------------------------------------------------------------- groups
 
@@ -317,30 +362,55 @@ class TensorProducts(Products):
         before_meeting()
         Meeting(GROUP_BARRIER + self.opened().warp // 4, 128).meet()
         after_meeting()
+        if self.joint:
+            self._join()
+
+    @cute.jit
+    def _join(self):
+        """Tell the leader that this block is ready for a group, or wait for the peer that is."""
+        state = self.opened()
+        group = state.ended[0]
+        announced = self._barrier(state.memory.peer, group)
+        if state.warp % 4 == 0:
+            if state.rank == 0:
+                announced.wait(phase(group))
+                after_meeting()
+            else:
+                before_meeting()
+                with cute.arch.elect_one():
+                    announced.arrive(0)
 
     def issue(self) -> IfOpRegion:
-        issuing = self.opened().warp % 4 == 0
+        issuing = self._issues()
         return IfOpRegion(scf.IfOp(issuing.ir_value()).then_block)
+
+    def _issues(self) -> Any:
+        """True in the warps that issue products."""
+        state = self.opened()
+        first = state.warp % 4 == 0
+        return first & (state.rank == 0) if self.joint else first
 
     @cute.jit
     def end(self):
         ended = self.opened().ended
-        if self.opened().warp % 4 == 0:
+        if self._issues():
             with cute.arch.elect_one():
-                tcgen05.commit(self._done(ended[0]))
+                done = self._barrier(self.opened().memory.done, ended[0]).pointer
+                if cutlass.const_expr(self.joint):
+                    tcgen05.commit(done, Int16(3), tcgen05.CtaGroup.TWO)
+                else:
+                    tcgen05.commit(done)
         ended[0] = ended[0] + 1
 
     def wait(self, left: int) -> None:
         assert left < GROUPS
         group = self.opened().ended[0] - (1 + left)
-        # bits, since groups before the first one are negative; those have ended
-        cute.arch.mbarrier_wait(self._done(group), (group >> (GROUPS.bit_length() - 1)) & 1)
+        self._barrier(self.opened().memory.done, group).wait(phase(group))
         after_meeting()
 
-    def _done(self, group: Any) -> cute.Pointer:
+    def _barrier(self, barriers: Barriers, group: Any) -> Barrier:
         """The barrier of a group of this warpgroup."""
-        state = self.opened()
-        return state.memory.done.pointer + (state.warp // 4 * GROUPS + (group & (GROUPS - 1)))
+        return barriers[self.opened().warp // 4 * GROUPS + (group & (GROUPS - 1))]
 
     # ----------------------------------------------------------------------------- accumulators
 
@@ -382,6 +452,14 @@ class TensorProducts(Products):
 
     def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:
         return block * self.block + (warp % 4) * 16 + half * 8 + lane // 4
+
+
+def phase(group: Any) -> Any:
+    """Phase of the barrier of a group of products.
+
+    Made of bits, since groups before the first one are negative, and have ended.
+    """
+    return (group >> (GROUPS.bit_length() - 1)) & 1
 
 
 @dsl_user_op

@@ -140,15 +140,18 @@ class WarpgroupProducts(Products):
         )
         return WarpgroupProduct(mma, self.block, dtype)
 
-    def allocate(self, alloc: cutlass.memory.SmemAllocator, warpgroups: int) -> None:
-        del alloc, warpgroups
+    def allocate(
+        self, alloc: cutlass.memory.SmemAllocator, warpgroups: int, joint: bool = False
+    ) -> None:
+        del alloc, warpgroups, joint
 
     def barriers(self, memory: None) -> list[Barriers]:
         return []
 
     def open(
-        self, memory: None, warpgroups: int, registers: int, dependent: bool
+        self, memory: None, warpgroups: int, registers: int, dependent: bool, joint: bool = False
     ) -> WarpgroupProducts:
+        assert not joint
         return self
 
     def close(self, warpgroups: int) -> None:

@@ -77,7 +77,7 @@ class Attention(Skeleton):
         return Space(moved, sealed=settled(moved, form))
 
     def bandwidth(self, target: Target) -> float:
-        """That of keys and values that are streamed."""
+        """Bandwidth of keys and values that are streamed."""
         return target.bandwidth * target.attention.streamed
 
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:

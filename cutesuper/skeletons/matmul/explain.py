@@ -84,7 +84,10 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
         + (f", {plan.helpers} helper warps" if plan.has_helpers else "")
         + (f", {plan.copiers} copier warps" if plan.copiers else "")
         + ", 1 producer warp",
-        f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_ring(plan)}",
+        (
+            f"ring of {s.stages} stages x {plan.stage_bytes - plan.elsewhere_bytes} bytes: "
+            f"{_ring(plan)}"
+        ),
         *_copy_lines(plan),
     ]
     if plan.beside:
@@ -93,7 +96,12 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
             for tiles, p in zip(plan.section_tiles, plan.sections, strict=True)
         )
         lines.append(f"tiles, one after the other: {', '.join(tiles)}")
-    if s.share_rows > 1:
+    if s.joint:
+        lines.append(
+            f"cluster: one instruction multiplies for 2 blocks along {plan.column}, each with a "
+            "half of the row tile"
+        )
+    elif s.share_rows > 1:
         lines.append(
             f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
         )
@@ -220,7 +228,8 @@ def _reduction_lines(plan: MatmulPlan) -> list[str]:
 def _barriers(plan: MatmulPlan) -> str:
     names = ["full", "empty"] + ["ready"] * plan.rewrites
     names += ["received"] * (plan.cluster > 1)
-    shared = plan.schedule.share_rows > 1 and not plan.rewrites_rows
+    s = plan.schedule
+    shared = s.share_rows > 1 and (s.joint or not plan.rewrites_rows)
     names += ["reduced"] * (bool(plan.statistics) and (plan.cluster > 1 or shared))
     names += ["after_full"] * bool(plan.tails)
     exchanged = bool(plan.reductions) and plan.column_cluster > 1

@@ -55,6 +55,8 @@ ROW_BOX = 64
 ROW_UNIT, MAX_ROWS = 8, 256
 #: the same of fp32 operands, whose sums and words take more registers
 MAX_WIDE_ROWS = 128
+#: unit of the rows of an instruction that multiplies for two blocks
+JOINT_ROWS = 32
 #: most accumulators of a thread if all threads of a block have equally many registers
 EQUAL_SHARE = 96
 #: registers of a consumer thread beside its accumulators
@@ -357,7 +359,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         label, and no fp32 numbers."""
         return self.element_bytes == 4 and (self.split or self.column_major)
 
-    @cached_property
+    @property
     def doubles(self) -> bool:
         """True if an instruction may take two blocks of columns at once, where there is one.
         Bulk loads of weights (N, K) lay 16 columns of one and 16 of the other in turn."""
@@ -646,6 +648,18 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return self.stage_bytes - sum(t.bytes for t in self.copied_tiles.values())
 
     @property
+    def held_rows(self) -> int:
+        """Rows of a tile that a block has in its shared memory."""
+        s = self.schedule
+        return self.tile[0] // (s.share_rows if s.joint else 1)
+
+    @property
+    def elsewhere_bytes(self) -> int:
+        """Bytes of a stage's row tiles that lie in the other block of a pair."""
+        m, _, k = self.tile
+        return self.element_bytes * k * len(self.rows) * (m - self.held_rows)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of the row tiles in a stage."""
         m, _, k = self.tile
@@ -736,7 +750,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes."""
-        return self.slot_bytes * self.schedule.stages + self.fixed_bytes(self.schedule)
+        slot = self.slot_bytes - self.elsewhere_bytes
+        return slot * self.schedule.stages + self.fixed_bytes(self.schedule)
 
     @property
     def group(self) -> int:
@@ -879,10 +894,13 @@ def _bad_parts(plan: MatmulPlan) -> str:
 
 def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
     """The limit that a plan exceeds with its schedule; None if there is none."""
-    waits = plan.cluster_size * plan.schedule.share_rows > 1 or plan.parts > 1
+    s = plan.schedule
+    waits = plan.cluster_size * s.share_rows > 1 or plan.parts > 1
+    # blocks whose products are joint take all the room, and so the same places
+    held = max(plan.multiplied, s.joint * (target.accumulators or 0))
     return (
         _exceeded_registers(plan)
-        or exceeded_accumulators(plan, plan.multiplied, waits, target)
+        or exceeded_accumulators(plan, held, waits, target)
         or _exceeded_sharing(plan, target)
         or _exceeded_device(plan, target)
     )
@@ -923,6 +941,12 @@ def _exceeded_sharing(plan: MatmulPlan, target: Target) -> Limit | None:
             "tiles that blocks cannot share, walk over or store",
             f"hand_out={s.hand_out}: {target.name} ({target.arch}) does not hand out blocks that "
             "have not started; use hand_out=False",
+        )
+    if s.joint and not target.joint:
+        return Limit(
+            "tiles that blocks cannot share, walk over or store",
+            f"joint={s.joint}: no instruction of {target.name} ({target.arch}) multiplies for two "
+            "blocks; use joint=False",
         )
     if odd := [b for b in plan.shared_blocks if b % s.warpgroups]:
         return Limit(
@@ -965,6 +989,13 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         yield (
             f"share_rows={s.share_rows}; use 1, 2, 4 or 8 blocks that load at least 8 of the {m} "
             "rows each"
+        )
+    if s.joint and (s.share_rows != 2 or plan.turned or not plan.doubles or m % JOINT_ROWS
+                    or plan.instruction_rows != m):  # fmt: skip
+        yield (
+            f"joint={s.joint} needs share_rows=2 and instructions that take two blocks of columns, "
+            f"of weights ({plan.column}, {plan.contracted}), and all rows, in multiples of "
+            f"{JOINT_ROWS} that lie one behind the other in memory, not {m}; use joint=False"
         )
     if s.share_rows > 1 and (single := [p.column for p in plan.sections if p.column_tiles == 1]):
         # a dimension of one tile has no coordinates outside: both blocks would store that tile

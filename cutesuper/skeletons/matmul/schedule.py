@@ -38,6 +38,10 @@ class MatmulSchedule(Schedule):
             tile, which they all need, together: each a part, multicast to all. 209.0 us at
             4096x4096x4096 in pairs of blocks that walk, 215.3 alone. Sharing column tiles along
             the rows took 215.4, and leaves the statistics with every block.
+        joint: two blocks that share rows keep a half of them each, and one instruction multiplies
+            the columns of both by all rows: a block reads half of the row tile from its shared
+            memory, and has room for more stages. Where the GPU does so (`Target.joint`); not
+            measured, so nothing chooses it but `tune`.
         persistent: blocks that are launched and walk over the tiles; 0 launches a block for each
             tile. At 2048x4096x4096 109.0 us, 118.6 with a block for each tile: loads of the next
             tile hide the epilogue.
@@ -70,6 +74,7 @@ class MatmulSchedule(Schedule):
     head: int = 4
     stream_columns: bool = True
     share_rows: int = 1
+    joint: bool = False
     persistent: int = 0
     hand_out: bool = False
     helpers: int = 4

@@ -172,9 +172,11 @@ class _Attention(Entry):
     def passes(
         self, b: Builder, node: fx.Node, a: Arguments, at: _Places
     ) -> tuple[Split, dict[str, Tensor]]:
-        """Both passes, where every query head has keys of its own if they are given for each, and
-        the values of their inputs by name, but for those between them. Keys that repeat have
-        gradients that do not, which the program sums behind them."""
+        """Both passes, and the values of their inputs by name but for those between them.
+
+        Every query head has keys of its own if they are given for each. Keys that repeat have
+        gradients that do not, which the program sums behind them.
+        """
         g, values = KernelGraph(), self.operands(b, node, a, at)
         hides = self.hiding(b, node, a, at)
         sides = [
@@ -188,7 +190,7 @@ class _Attention(Entry):
         return both, values | integers
 
     def hiding(self, b: Builder, node: fx.Node, a: Arguments, at: _Places) -> Hiding | None:
-        """What hides keys, in the kernel graph."""
+        """The tensors that hide keys, in the kernel graph; None if nothing does."""
         limits = lengths_of(node)
         if limits is None:
             return None

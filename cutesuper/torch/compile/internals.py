@@ -59,8 +59,9 @@ def compile_with(
 def recomputing(
     patches: Mapping[str, Any], chosen: Callable[[fx.Graph], Iterable[fx.Node]]
 ) -> dict[str, Any]:
-    """Options of Inductor with which the backward graph computes nodes again that AOTAutograd might
-    keep.
+    """Options of Inductor with which the backward graph computes chosen nodes again.
+
+    AOTAutograd might keep them.
 
     Args:
         patches: other options.
@@ -213,12 +214,12 @@ def without_prints() -> Iterator[None]:
     """A context in which ``torch.export`` prints nothing; what it traces still does."""
     from torch.export import _trace
 
-    own = _trace.__dict__
-    own["print"] = lambda *_, **__: None
+    own: Any = _trace
+    own.print = lambda *_, **__: None
     try:
         yield
     finally:
-        own.pop("print", None)
+        del own.print
 
 
 def random_as_in_eager() -> AbstractContextManager[Any]:

@@ -244,9 +244,11 @@ def reads(node: fx.Node) -> list[fx.Node]:
 
 
 def computed_again(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of masks made of positions that backward passes read, in the graph of both passes,
-    and of all positions: equal ones become one. They cost less to compute again than to keep, and
-    kernels take limits in place of them."""
+    """The nodes of masks made of positions that backward passes read, in the graph of both passes.
+
+    Those of all positions are among them: equal ones become one. They cost less to compute again
+    than to keep, and kernels take limits in place of them.
+    """
     readers = (n for n in graph.nodes if n.op == "call_function" and _attends(n.target))
     found = {m for n in readers if "backward" in str(n.target) for m in _makers(n)}
     if found:

@@ -67,7 +67,7 @@ def join_lengths(s: Shapes, lengths: fx.Node, sequences: Dims) -> None:
 
 @dataclass(frozen=True)
 class Hiding:
-    """What hides keys from scores, as tensors of a kernel graph.
+    """Limits and masks that hide keys from scores, as tensors of a kernel graph.
 
     Attributes:
         limits: what they stand for.
@@ -97,8 +97,7 @@ class Hiding:
         return g.limit_mask(x, self.starts, causal=self.limits.first.causal)
 
     def as_inputs(self, g: KernelGraph) -> tuple[Hiding, dict[str, Tensor]]:
-        """The same with inputs of another graph, and for the name of each the tensor it stands
-        for."""
+        """Make inputs of another graph of the tensors; return them, and by name what they are."""
         given = {"ends": self.ends, "starts": self.starts}
         given |= {f"beside{n}": t for n, t in enumerate(self.beside)}
         there = {name: t for name, t in given.items() if t is not None}
@@ -110,7 +109,7 @@ class Hiding:
 def hiding(
     b: Builder, node: fx.Node, limits: Lengths, sequences: Dims, beside: Sequence[Tensor] = ()
 ) -> Hiding:
-    """What hides keys from the scores of a node, with integers as inputs of the kernel graph."""
+    """Limits and masks that hide keys from the scores of a node; integers become inputs."""
     ends, starts, first = None, None, limits.first
     if limits.node is not None:
         own = b.one(node, sequences)

@@ -197,7 +197,6 @@ _INSTEAD = {
     "aten.remainder.Tensor": "x - y * torch.floor(x / y)",
     "aten.fmod.Scalar": "x - y * torch.trunc(x / y)",
     "aten.fmod.Tensor": "x - y * torch.trunc(x / y)",
-    "aten.hypot.default": "torch.sqrt(x * x + y * y)",
     "aten.copysign.Tensor": "torch.where(y < 0, -x.abs(), x.abs())",
     "aten._trilinear.default": 'torch.einsum("bi,oij,bj->bo", x, weight, y)',
 }

@@ -44,6 +44,7 @@ from cutesuper.torch.compile.internals import (
     needs_data,
     without_prints,
 )
+from cutesuper.torch.compile.losses import LOSSES
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
 from cutesuper.torch.compile.refusals import NO_KERNEL, REMEDY, refusal, without_kernel
@@ -258,7 +259,7 @@ def _refuse_draws(graph: fx.Graph, inside: set[fx.Node], name: str) -> None:
                 "draws random numbers, and the function seeds them, which a traced program would "
                 "not; make its generator, or the numbers, outside of the function"
             )
-            raise refusal(TraceError, name, n, reason)
+            raise refusal(TraceError, name, n, reason, REMEDY)
 
 
 def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
@@ -348,12 +349,22 @@ def _exported(
         return program.module(**options), undifferentiable
 
 
+#: the beginnings of what Python says of arguments that a function does not have, or lacks
+_UNFIT = re.compile("missing a required|too many positional|got an unexpected|multiple values")
+
+
 def _why(error: Exception) -> str:
     """The reason of an error of PyTorch, and what to do."""
     if needs_data(error):
         return f"the result of {error} depends on data; leave it outside of the function"
     if not decides_by_data(error):
-        text = str(error).strip().rstrip(".")
+        # without PyTorch's advice to call other functions of its own
+        ends = r"\s+(?:The error above occurred|For more information about)"
+        text = re.split(ends, str(error))[0].strip().rstrip(".")
+        if "dynamic_shapes" in text:
+            return text
+        if isinstance(error, TypeError) and _UNFIT.match(text):
+            return f"its arguments do not fit: {text}"
         return (
             f"{text}; if the function itself raises with these arguments, mend that first. {REMEDY}"
         )
@@ -394,7 +405,7 @@ def _decompositions() -> Any:
     Convolutions become products, pooling reductions, and the operators of `cutesuper.ops` on rows
     their parts, which are fused with others."""
     table = decompositions(is_known)
-    for operator, formula in {_convolution: pointwise, **POOLING, **FORMULAS}.items():
+    for operator, formula in {_convolution: pointwise, **POOLING, **LOSSES, **FORMULAS}.items():
         table[operator] = formula
     return table
 
@@ -681,13 +692,8 @@ class Lazy:
         self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None
     ) -> None:
         """`TracedProgram.export` of the program that was traced last.
-        Without ``header`` `Kernel.export` of its kernel. Raises TraceError if it has not been
-        called yet, or, without ``header``, has several regions."""
-        program = self._latest("export(path)")
-        if header is None:
-            program.kernel.export(path)
-        else:
-            program.export(path, header=header)
+        Raises TraceError if it has not been called yet."""
+        self._latest("export(path)").export(path, header=header)
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", type(self._fn).__name__)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from operator import getitem
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.memory import Use, homes
 from cutesuper.runtime.program import Linked, wired, write_programs
+from cutesuper.torch.compile.region import places
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class _Reader(fx.Interpreter):
         with self.mode, torch.no_grad():
             value = super().run_node(n)
         if isinstance(value, torch.Tensor) and n.op != "placeholder":
-            self._part(value, f"{n.target} needs PyTorch at the call")
+            made = n.all_input_nodes[0] if n.target is getitem else n
+            self._part(value, f"{made.target} ({places([made])}) needs PyTorch at the call")
         return value
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:

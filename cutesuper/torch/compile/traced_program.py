@@ -224,9 +224,12 @@ class TracedProgram:
             region.kernel.draw(name)
         return tuple(files)
 
-    def export(self, path: str | os.PathLike[str], *, header: str | os.PathLike[str]) -> None:
+    def export(
+        self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None
+    ) -> None:
         """Write the program that ran last as a shared library for C and C++.
-        All kernels and the tensors between them are inside; see `Kernel.export`.
+        All kernels and the tensors between them are inside; without ``header`` it is what
+        `Kernel.export` of its only kernel writes, for `cutesuper.load`.
 
         Its tensors are the arguments, then those that the function reads (parameters), then the
         results.
@@ -236,13 +239,20 @@ class TracedProgram:
             header: of a file to write; for ``x.h`` the functions are ``x_run`` and others.
 
         Raises:
-            TraceError: PyTorch computes a part of it; says which.
+            TraceError: PyTorch computes a part of it, says which; several regions and no header.
             FormatError: ``path`` is not the name of a file, or ``header`` no name in C.
             CompileError: no C compiler or no static CUDA runtime to link with, or a file cannot be
                 written.
         """
         from cutesuper.torch.compile.trace_export import export_trace, names_of
 
+        if header is None:
+            if len(self.regions) != 1:
+                raise TraceError(
+                    f"export({self._name}): it has {len(self.regions)} regions, which one library "
+                    "holds with functions for C only: give it header=, as header='x.h'"
+                )
+            return self.kernel.export(path)
         trace, tensors = self._latest, self._latest.read(self._now[0].tensors)
         names = names_of(self._fn, tensors)
         read = {f"read_{i}": pair for i, pair in enumerate(zip(names, tensors, strict=True), 1)}

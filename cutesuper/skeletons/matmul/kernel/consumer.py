@@ -41,7 +41,8 @@ class Consumer:
         k, at = self.k, here.memory.ring.first()
         # blocks of columns that are multiplied together share an accumulator
         registers = k.plan.multiplied // (128 * k.warpgroups * k.together)
-        cores = k.cores.open(here.memory.cores, k.warpgroups, registers, k.dependent)
+        joint = self.sharing.joint
+        cores = k.cores.open(here.memory.cores, k.warpgroups, registers, k.dependent, joint)
         if cutlass.const_expr(self.walk.persistent):
 
             def visit(step, at):
@@ -97,7 +98,7 @@ class Consumer:
             # one group of products stays in flight: waiting for this stage's own costs 0.2 us
             cores.wait(1)
             if previous >= 0:
-                ring.release(previous, here.lane, self.sharing.blocks)
+                ring.release(previous, here.lane, self.sharing.parts)
             previous = at.stage
             at = ring.next(at)
         cores.wait(0)
@@ -105,7 +106,7 @@ class Consumer:
             self.gathered.settle(product, accumulators)
         if cutlass.const_expr(self.walk.persistent):
             if cutlass.const_expr(not k.plan.open_depth) or previous >= 0:
-                ring.release(previous, here.lane, self.sharing.blocks)
+                ring.release(previous, here.lane, self.sharing.parts)
         self.epilogue.begin()
         self.epilogue.tile_store.ask(here, outs[0], False)
         if cutlass.const_expr(len(self.after) > 0):

@@ -158,7 +158,7 @@ class Known:
         """Layout of a row operand in the ring, as the instruction reads it."""
         if self.plan.turned:
             return operand_layout(self.dtype, (self.m, self.k), self.stages, False)
-        return self.row_layout(self.m, self.stages * self.chunks)
+        return self.row_layout(self.plan.held_rows, self.stages * self.chunks)
 
     def box_layout(self, parts: int) -> cute.ComposedLayout:
         """Layout of the same in boxes ``[rows, depth, box]`` where rows lie side by side.

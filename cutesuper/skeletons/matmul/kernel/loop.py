@@ -214,7 +214,7 @@ class MatmulKernel:
         statistics = floats(len(plan.statistics) * k.cluster * k.m)
         row_values = floats(len(plan.row_values) * k.m)
         pieces, pieces_full = self.tile_store.allocate(alloc)
-        readers = (k.consumers + k.helpers) * self.sharing.blocks
+        readers = (k.consumers + k.helpers) * self.sharing.parts
         full = Barriers.allocate(alloc, k.stages, 1 + self.copies.stage_warps)
         ring = Ring(k.stages, full, Barriers.allocate(alloc, k.stages, readers))
         ready = Barriers.allocate(alloc, k.stages, k.helpers)
@@ -230,7 +230,7 @@ class MatmulKernel:
             hidden, columns, rows, vectors, vector_rows, low_rows, partials, statistics, row_values,
             pieces, pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums,
             block_sums, Barriers.allocate(alloc, count) if count else None,
-            self.copies.allocate(alloc), k.cores.allocate(alloc, k.warpgroups),
+            self.copies.allocate(alloc), k.cores.allocate(alloc, k.warpgroups, self.sharing.joint),
             self.walk.allocate(alloc),
         )  # fmt: skip
 

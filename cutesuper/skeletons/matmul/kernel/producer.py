@@ -43,6 +43,8 @@ class Producer:
         #: shape of the box of a row operand
         box = (ROW_BOX, known.k // sharing.blocks) if plan.turned else (sharing.rows, plan.chunk)
         self.row_box = (*box, known.chunks) if self.chunked else box
+        #: that bulk loads bring to a stage of this block
+        self.stage_bytes = plan.bulk_bytes - plan.elsewhere_bytes
         #: rows are kept where columns are not
         self.row_hint = EVICT_LAST if plan.schedule.stream_columns else None
         #: True if loads may start before all barriers are known to be ready
@@ -90,7 +92,8 @@ class Producer:
         for v in (v for op, v in k.plan.rows.items() if op in self.order):
             tensor = k.row_tensor(v, k.plan.contracted, tensors, self.chunked)
             rounds = k.plan.rounds and k.plan.prologue is None
-            atoms.append(tile_atom(tensor, layout, self.row_box, self.sharing.active, rounds))
+            multicast = self.sharing.parts > 1
+            atoms.append(tile_atom(tensor, layout, self.row_box, multicast, rounds))
         return atoms
 
     def vector_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
@@ -130,7 +133,7 @@ class Producer:
             if k.plan.turned:
                 slot = cute.make_tensor(ring.iterator, k.box_layout(self.sharing.blocks).outer)
             elif self.sharing.active:
-                parts = k.stages * k.chunks * self.sharing.blocks
+                parts = k.stages * k.chunks * self.sharing.parts
                 layout = k.row_layout(self.sharing.rows, parts)
                 slot = cute.make_tensor(ring.iterator, layout.outer)
             boxes.append((slot, self.row_box))
@@ -152,7 +155,7 @@ class Producer:
     def fill(self, loads, memory, tile, first: cutlass.Constexpr, last: cutlass.Constexpr):
         """Load stages ``first`` to ``last`` of the first round, which need no wait."""
         for i in cutlass.range(first, self.before(min(last, self.k.stages), tile), unroll=1):
-            memory.ring.expect(i, self.k.plan.bulk_bytes)
+            memory.ring.expect(i, self.stage_bytes)
             self.load_stage(loads, memory, tile, i, i, True)
 
     @cute.jit
@@ -181,7 +184,7 @@ class Producer:
         ring = memory.ring
         for i in cutlass.range(first, tile.iterations, unroll=1):
             ring.wait_empty(at)
-            ring.expect(at.stage, self.k.plan.bulk_bytes)
+            ring.expect(at.stage, self.stage_bytes)
             self.load_stage(loads, memory, tile, i, at.stage, True)
             if cutlass.const_expr(self.k.dependent):
                 self.load_stage(loads, memory, tile, i, at.stage, False)
@@ -288,7 +291,10 @@ class Producer:
         else:
             for c in cutlass.range_constexpr(chunks):
                 source = sources[(None, tile.row * parts + part, depth * chunks + c, *at)]
-                slot = slots[None, (stage * chunks + c) * parts + part]
+                slot = stage * chunks + c
+                if cutlass.const_expr(not self.sharing.joint):
+                    slot = slot * parts + part
+                slot = slots[None, slot]
                 bulk_load(atom, source, slot, full, self.row_hint, self.sharing.mask())
 
 

@@ -55,6 +55,8 @@ class RowSide:
         """Read the tile of a step; ``state`` is the slot of the ring, and the turn of the sums."""
         at, turn = state
         fresh = self.walk.fresh(step, here.tensors)
+        if cutlass.const_expr(self.tile.split and self.k.plan.rewrites_rows):
+            fresh = True
         at = self.read_tile(here, at, turn, fresh, shifts)
         turn = turn ^ 1 if fresh else turn
         return at, turn
@@ -84,13 +86,14 @@ class RowSide:
             row = thread // LANES
             # with fewer rows than one pass covers, the remaining threads have nothing to read
             if fresh and row < self.rows:
-                self.read_rows(memory, totals, shifts, first, row, thread % LANES, at.stage, depth)
+                held = self.sharing.first_held(first)
+                self.read_rows(memory, totals, shifts, held, row, thread % LANES, at.stage, depth)
             self.vectors.write(memory, thread, at.stage, depth)
             if cutlass.const_expr(plan.rewrites):
                 # the tensor cores read the results of ordinary stores
                 release_warp(memory.ready[at.stage], here.lane)
             fence_warp()
-            ring.release(at.stage, here.lane, self.sharing.blocks)
+            ring.release(at.stage, here.lane, self.sharing.parts)
             at = ring.next(at)
         if cutlass.const_expr(k.cluster > 1):
             wait_for_cluster()
@@ -112,7 +115,8 @@ class RowSide:
         # short loops are unrolled whole, so that their reads are all in flight together
         for c in cutlass.range(k.chunks, unroll=k.chunks if k.chunks * self.passes <= 16 else 1):
             at = c * k.plan.chunk + place
-            offset = ((stage * k.chunks + c) * k.m + row) * k.plan.chunk + lane8 * width
+            offset = ((stage * k.chunks + c) * k.plan.held_rows + row) * k.plan.chunk
+            offset = offset + lane8 * width
             vectors = self.tile.pieces(memory.vectors, list(k.plan.vectors), stage * k.k + at)
             for first in cutlass.range_constexpr(0, self.passes, self.batch):
                 batch = range(first, min(first + self.batch, self.passes))
