@@ -709,6 +709,7 @@ def test_a_roofline() -> None:
     assert found.kernels == 3, "the norm, the product, what follows"
     moved = [2 * 2 * m * k, 2 * (m * k + n * k + m * n), 2 * (2 * m * n + n)]
     us = sum(b / cs.H200.bandwidth for b in moved) * 1e6 + 3 * cs.H200.launch_us
+    us += cs.H200.libraries.product_us
     assert found.us == pytest.approx(us)
 
 
@@ -718,8 +719,22 @@ def test_a_roofline_of_the_tensor_cores() -> None:
     a, b = (g.new_input((n, n), cs.bfloat16) for _ in range(2))
     g.mark_output(g.matmul(a, b))
     assert baseline(g, cs.H200).us == pytest.approx(
-        2 * n**3 / cs.H200.tensor_flops * 1e6 + cs.H200.launch_us
+        2 * n**3 / cs.H200.tensor_flops * 1e6 + cs.H200.launch_us + cs.H200.libraries.product_us
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "least"), [(1, 4096, 11.5), (1, 65536, 66.5), (16384, 16384, 7346.0)]
+)
+def test_a_roofline_of_attention(rows: int, keys: int, least: float) -> None:
+    """Between the roofline of its bytes and what PyTorch was measured to take (full attention here
+    has twice the products of the causal one that was measured)."""
+    g = cs.new_kernel_graph()
+    query = g.new_input((1, 8, 4, rows, 128), cs.bfloat16)
+    key, value = (g.new_input((1, 8, 1, keys, 128), cs.bfloat16) for _ in range(2))
+    g.mark_output(g.scaled_dot_product_attention(query, key, value))
+    bare = 2 * 2 * 8 * keys * 128 / cs.H200.bandwidth * 1e6
+    assert bare + 3 < baseline(g, cs.H200).us <= least * 1.03
 
 
 def test_medians() -> None:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from cutesuper.errors import DeviceError
 from cutesuper.ir.arguments import shown
-from cutesuper.targets.base import AttentionRates, Rates, RowRates, Target, WideRates
+from cutesuper.targets.base import (
+    AttentionRates,
+    LibraryRates,
+    Rates,
+    RowRates,
+    Target,
+    WideRates,
+)
 from cutesuper.targets.blackwell import B200, B300
 from cutesuper.targets.hopper import H100, H200
 
@@ -28,6 +35,7 @@ __all__ = [
     "H200",
     "TARGETS",
     "AttentionRates",
+    "LibraryRates",
     "Rates",
     "RowRates",
     "Target",

@@ -164,6 +164,21 @@ class WideRates:
 
 
 @dataclass(frozen=True)
+class LibraryRates:
+    """Constants of the libraries that PyTorch calls, for `targets.roofline`.
+
+    Attributes:
+        product_us: of a product of matrices beside its launch, memory and tensor cores.
+        attention_us: the same of attention.
+        attention_efficiency: fraction of the peak that its products reach.
+    """
+
+    product_us: float
+    attention_us: float
+    attention_efficiency: float
+
+
+@dataclass(frozen=True)
 class Target:
     """A GPU.
 
@@ -188,6 +203,7 @@ class Target:
         wide: those of products of many rows.
         attention: the constants of the attention loop.
         rows: the constants of rows that are visited in turn, or split over a cluster.
+        libraries: the constants of kernels that are not this package's.
         settings: folder of the measured settings, below ``schedules``; see `targets.settings`.
         accumulators: most fp32 accumulators of a block where they have a memory of their own; None
             where they are registers.
@@ -212,6 +228,7 @@ class Target:
     wide: WideRates
     attention: AttentionRates
     rows: RowRates
+    libraries: LibraryRates
     settings: str
     accumulators: int | None = None
     doubled: float = 1.0

@@ -10,7 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from cutesuper.targets.base import AttentionRates, Rates, RowRates, Target, WideRates
+from cutesuper.targets.base import (
+    AttentionRates,
+    LibraryRates,
+    Rates,
+    RowRates,
+    Target,
+    WideRates,
+)
 
 #: softmax(Q K) V as it is lowered, cold L2, fitted together; each comment names the measurements
 #: behind a constant. Decoding: sequences x keys, 8 heads of K and V with 4 rows each and 128
@@ -164,6 +171,19 @@ WIDE = WideRates(
     exchange_us_per_kb=0.0762,
 )
 
+#: cuBLAS, and the faster of cuDNN and FlashAttention 2 as PyTorch calls them, cold L2, plain
+#: launches; the least that they need, so that kernels which are expected to be faster are
+LIBRARIES = LibraryRates(
+    # 2 to 16 rows by 4096x4096, 4096x6144, 4096x28672: 1.1 to 4.7 above launch and memory; 96 to
+    # 512 rows: 1 to 6 above; 4096 rows and more: nothing, as the tensor cores reach 800 TFLOP/s
+    product_us=1.1,
+    # one query of 32 heads by 4096, 16384 and 65536 keys: 11.5, 22.8 and 66.5, 6.1, 5.9 and 3.3
+    # above; with lengths, as a mask, 11.5 and more
+    attention_us=3.3,
+    # 2048 to 16384 causal queries: 82.3, 269, 979 and 3605, that is 57 to 82% of the peak
+    attention_efficiency=0.82,
+)
+
 #: folder of the settings measured on this architecture
 SETTINGS = "sm90"
 
@@ -189,6 +209,7 @@ H200 = Target(
     wide=WIDE,
     attention=ATTENTION,
     rows=ROWS,
+    libraries=LIBRARIES,
     settings=SETTINGS,
 )
 

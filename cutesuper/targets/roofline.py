@@ -9,7 +9,7 @@ from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.ir.operators.base import CONSTANT, INPUT
 from cutesuper.ir.relations import Classes
-from cutesuper.targets.base import Target
+from cutesuper.targets.base import LibraryRates, Target
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,11 @@ def baseline(graph: KernelGraph, target: Target) -> Baseline:
     with nothing else in it). Connected element-wise operators and reductions between products are
     one kernel; that is the most that Inductor can fuse, so the estimate tends to be too low. A
     kernel reads and writes each of its tensors once; its time is that of the memory or the tensor
-    cores, plus a launch.
+    cores, plus a launch, and what kernels of libraries were measured to need at least
+    (`cutesuper.targets.base.LibraryRates`).
+
+    before: one query of 32 heads by 4096 keys, 5.4 us on an H200; after: 8.7, where cuDNN takes
+    11.5 and FlashAttention 2 18.7.
 
     Args:
         graph: symbols count with their hints.
@@ -59,10 +63,19 @@ def work(graph: KernelGraph) -> float:
 def _priced(graph: KernelGraph, target: Target, groups: list[set[int]]) -> Baseline:
     us = 0.0
     for group in groups:
-        seconds = max(_bytes(graph, group) / target.bandwidth,
-                      _products(graph, group) / target.tensor_flops)  # fmt: skip
-        us += seconds * 1e6 + target.launch_us
+        beside_us, efficiency = _library(graph, group, target.libraries)
+        rate = target.tensor_flops * efficiency
+        seconds = max(_bytes(graph, group) / target.bandwidth, _products(graph, group) / rate)
+        us += seconds * 1e6 + beside_us + target.launch_us
     return Baseline(us, len(groups))
+
+
+def _library(graph: KernelGraph, group: set[int], rates: LibraryRates) -> tuple[float, float]:
+    """What a kernel needs beside its roofline, and the fraction of the tensor cores it reaches."""
+    kinds = [graph.nodes[i].facets.composite for i in group if _multiplies(graph.nodes[i])]
+    if any(kinds):
+        return rates.attention_us, rates.attention_efficiency
+    return (rates.product_us if kinds else 0.0), 1.0
 
 
 def _groups(graph: KernelGraph) -> list[set[int]]:

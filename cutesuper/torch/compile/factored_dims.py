@@ -81,18 +81,15 @@ def dims_of(extent: Extent) -> Dims:
     return () if equal(extent, 1) else (Part(object(), Factor(extent)),)
 
 
-def leaves(dims: Iterable[Part]) -> Dims:
+def leaves(dims: Dims) -> Dims:
     """The parts of a dimension, divided as far as their factors are now."""
-    found: list[Part] = []
-    for p in dims:  # a fifth of the time of cutting a model into regions
-        if p.factor.same is None and not p.factor.parts:
-            found.append(p)
-        else:
-            found += [Part(p.origin, f) for f in _leaves(p.factor)]
-    return tuple(found)
+    for _, factor in dims:  # a fifth of the time of cutting a model into regions
+        if factor.same is not None or factor.parts:
+            return tuple([Part(p.origin, f) for p in dims for f in _leaves(p.factor)])
+    return dims
 
 
-def factors(dims: Iterable[Part]) -> tuple[Factor, ...]:
+def factors(dims: Dims) -> tuple[Factor, ...]:
     """The factors of a dimension, as far as they are divided now."""
     return tuple(p.factor for p in leaves(dims))
 
@@ -103,7 +100,7 @@ def _leaves(factor: Factor) -> list[Factor]:
     return [leaf for f in factor.parts for leaf in _leaves(f)] if factor.parts else [factor]
 
 
-def extent_of(dims: Iterable[Part]) -> Extent:
+def extent_of(dims: Dims) -> Extent:
     """The product of the factors."""
     return prod((f.extent for f in factors(dims)), start=1)
 
@@ -144,7 +141,7 @@ def regroup(dims: Sequence[Dims], extents: Sequence[Extent]) -> tuple[Dims, ...]
     Raises:
         Mismatch: it cuts through a factor that does not divide.
     """
-    rest = list(leaves(p for d in dims for p in d))
+    rest = list(leaves(tuple(p for d in dims for p in d)))
     result: list[Dims] = []
     for wanted in extents:
         taken: list[Part] = []

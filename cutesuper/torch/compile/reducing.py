@@ -100,7 +100,7 @@ def _short(row: Dims) -> bool:
 
 def _one_row(x: Value, dims: Sequence[int]) -> bool:
     """True if all dimensions that are reduced may be one row."""
-    kept, length = _count(x, dims), extent_of(p for d in dims for p in x.dims[d])
+    kept, length = _count(x, dims), extent_of(_joined(x, dims))
     known = isinstance(kept, int) and isinstance(length, int) and not x.absent
     return known and suits(kept, length)
 
@@ -112,7 +112,11 @@ def suits(rows: int, length: int) -> bool:
 
 def _count(x: Value, dims: Sequence[int]) -> Any:
     """Number of rows along some dimensions."""
-    return extent_of(p for d, v in enumerate(x.dims) if d not in dims for p in v)
+    return extent_of(_joined(x, [d for d in range(len(x.dims)) if d not in dims]))
+
+
+def _joined(x: Value, dims: Sequence[int]) -> Dims:
+    return tuple(p for d in dims for p in x.dims[d])
 
 
 def divided(row: Dims, alone: bool) -> list[Dims]:
@@ -139,7 +143,7 @@ def divided(row: Dims, alone: bool) -> list[Dims]:
             unify((last,), (*dims_of(last.factor.extent // most), *dims_of(most)))
             rest += leaves((last,))[:1]
         part *= most
-    kept = len(leaves(rest))
+    kept = len(leaves(tuple(rest)))
     return [leaves(row)[kept:], leaves(row)[:kept]]
 
 

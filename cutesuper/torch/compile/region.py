@@ -239,8 +239,10 @@ class _Inside:
 
         A cast to a narrower type in front of the region is not part of it: the region that computes
         its operand may then store only the cast."""
-        if not is_free(node) or self.depends(node):
-            return is_free(node)
+        if not is_free(node):
+            return False
+        if self.depends(node):
+            return True
         if any(_narrows(node, n) for n in node.all_input_nodes):
             return False
         return self.through or not _entry(node).changes
@@ -266,7 +268,7 @@ def _visit(node: fx.Node, inside: _Inside, s: Shapes, order: list[fx.Node]) -> N
     if node not in inside and not inside.sees_through(node):
         s.input(node)
         return
-    known = len(order), set(s.values)
+    known = len(order), len(s.values)
     try:
         for operand in reads(node):
             if not _is_number(operand):
@@ -286,9 +288,9 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
-def _forget(s: Shapes, order: list[fx.Node], known: tuple[int, set[fx.Node]]) -> None:
+def _forget(s: Shapes, order: list[fx.Node], known: tuple[int, int]) -> None:
     del order[known[0] :]
-    for n in set(s.values) - known[1]:
+    for n in list(s.values)[known[1] :]:
         del s.values[n]
 
 
