@@ -83,7 +83,13 @@ def _reduction(plan: AttentionPlan, side: str, n: int, r: Reduction) -> str:
 
 
 def _beside_lines(plan: AttentionPlan) -> list[str]:
-    return [f"{_name(plan, i)}: read in registers while scores are multiplied" for i in plan.beside]
+    early = "read in registers while scores are multiplied"
+    late = "read where results are stored"
+    return [
+        f"{_name(plan, i)}: {when}"
+        for loads, when in ((plan.beside, early), (plan.row_loads, late))
+        for i in loads
+    ]
 
 
 def _score_line(plan: AttentionPlan) -> str:

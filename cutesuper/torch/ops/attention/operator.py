@@ -35,15 +35,18 @@ _TENSORS = (
 _NUMBERS = ("is_causal", "scale", "norm_eps")
 
 _library = torch.library.Library("cutesuper", "FRAGMENT")
-_library.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? page_table, "
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? page_table, "
     "Tensor? query_norm_weight, Tensor? key_norm_weight, bool is_causal, float? scale, "
     "float norm_eps, Tensor? key_starts=None, Tensor? key_ends=None, bool is_window=False, "
-    "Tensor? attn_mask=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, _STRIDES),
+    "Tensor? attn_mask=None, Tensor? sinks=None"
 )
-_library.impl("attention", attend, "CPU")
-_library.impl("attention", attend, "CUDA")
+_TAGS = torch.Tag.pt2_compliant_tag, _STRIDES
+_library.define(f"attention({_ARGUMENTS}) -> Tensor", tags=_TAGS)
+_library.define(f"attention_and_sums({_ARGUMENTS}) -> (Tensor, Tensor)", tags=_TAGS)
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention", lambda *args: attend(*args)[0], _device)
+    _library.impl("attention_and_sums", lambda *args: tuple(attend(*args, sums=True)), _device)
 
 
 def _fake(
@@ -61,16 +64,22 @@ def _fake(
     key_ends: Maybe = None,
     is_window: bool = False,
     attn_mask: Maybe = None,
+    sinks: Maybe = None,
 ) -> torch.Tensor:
     request = Request(
         query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight, is_causal,
-        scale, norm_eps, attn_mask, Limits(key_starts, key_ends, is_window),
+        scale, norm_eps, attn_mask, Limits(key_starts, key_ends, is_window), False, sinks,
     )  # fmt: skip
     check(request)
     return result_of(request)
 
 
+def _fake_with_sums(query: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake(query, *args), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
 torch.library.register_fake("cutesuper::attention", _fake, lib=_library)
+torch.library.register_fake("cutesuper::attention_and_sums", _fake_with_sums, lib=_library)
 
 
 def attention(
@@ -91,7 +100,9 @@ def attention(
     window: int | None = None,
     key_starts: torch.Tensor | None = None,
     key_ends: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
     """``softmax(query key^T * scale) value``, like
     ``torch.nn.functional.scaled_dot_product_attention``.
 
@@ -136,9 +147,15 @@ def attention(
             sees them. Those that are must be finite. Numbers of rows must not fall from one row to
             the next, which is not checked; `packed_limits` makes those of sequences in a row.
         key_ends: int32 ``[B, L]`` or ``[1, L]``: keys from there on are not seen, likewise.
+        sinks: ``[Hq]``, of float32 or the query's type, finite: a logit of each query head that
+            joins the sum of every row, as if there were one key more whose value is 0 (attention
+            sinks, as in GPT-OSS). They have a gradient.
+        return_lse: also return the logarithm of the sum of each row, with its gradient. Of a row
+            that sees no key it is -inf, or the sink.
 
     Returns:
-        ``[B, Hq, L, Dv]``, stored in the order of the query.
+        ``[B, Hq, L, Dv]``, stored in the order of the query; with ``return_lse`` a pair, the second
+        float32 ``[B, Hq, L]``.
 
     Raises:
         OperatorError: dropout; a window without ``is_causal``; an option that is not a number.
@@ -162,7 +179,7 @@ def attention(
         limits = Limits(key_starts, key_ends)
         if window is not None:
             limits = _in_window(window, query, key_lengths, is_causal, limits)
-        records = _records(tensors, attn_mask)
+        records = _records(tensors, attn_mask, sinks)
         if records:
             tensors = _normalized(tensors, norm_eps)
         if (records or attn_mask is not None) and _is_one_key(key, page_table):
@@ -170,9 +187,15 @@ def attention(
             is_causal = is_causal and key_lengths is not None
             numbers = (is_causal, scale, norm_eps)
         if records:
-            return attention_kept(tensors[:3], tensors[3], attn_mask, is_causal, scale, limits)
-        own = limits.starts, limits.ends, limits.window, attn_mask
-        return torch.ops.cutesuper.attention.default(*tensors, *numbers, *own)
+            both = attention_kept(
+                tensors[:3], tensors[3], attn_mask, is_causal, scale, limits, sinks, return_lse
+            )
+            return both if return_lse else both[0]
+        call = (
+            torch.ops.cutesuper.attention_and_sums if return_lse else torch.ops.cutesuper.attention
+        )
+        own = limits.starts, limits.ends, limits.window, attn_mask, sinks
+        return call.default(*tensors, *numbers, *own)
     except (AttributeError, RuntimeError) as error:
         if not isinstance(error, CutesuperError):  # PyTorch's, about arguments of another kind
             _refuse_kinds(tensors, numbers)
@@ -279,10 +302,10 @@ def packed_limits(
     return {"key_starts": starts.int()[None], "key_ends": ends.int()[None]}
 
 
-def _records(tensors: Sequence[Any], mask: Maybe) -> bool:
+def _records(tensors: Sequence[Any], mask: Maybe, sinks: Maybe) -> bool:
     """True if a gradient has to be recorded. Raises GraphError where none can be."""
     query, key, value, _, page_table, *weights = tensors
-    floats = (t for t in (query, key, value, *weights, mask) if t is not None)
+    floats = (t for t in (query, key, value, *weights, mask, sinks) if t is not None)
     if not torch.is_grad_enabled() or True not in [t.requires_grad for t in floats]:
         return False
     if page_table is not None:
