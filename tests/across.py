@@ -18,6 +18,7 @@ import argparse
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,8 @@ ROWS = (1, 16, 128, 1024, 8192)
 #: attention that stands in the tables, one token of a model, and lengths without and with pages
 ATTENTION = "few,decode,models/llama3-70b/4,lengths/serving/4,lengths/serving_pages_16/4"
 KEPT = ("HGMMA", "UTCHMMA", "LDTM", "STTM", "UTMALDG")
+#: parts of the time for the verifier that each kernel gets in turn
+ROUNDS = (16, 4, 1)
 #: verdicts in words
 WORDS = {"race_free": "right", "verified": "right", "potential_race": "right but for pairs below",
          "timeout": "not finished", "unsupported": "not followed"}  # fmt: skip
@@ -90,13 +93,15 @@ def small_plans(found: Any, target: Any) -> Iterator[Any]:
 
 
 def judged(kernel: Any, reference: str, seconds: int) -> dict[str, Any]:
-    """The verdict on a kernel, how both sides of a race access memory, and the time it took."""
+    """The verdict on a kernel, how both sides of a race access memory, and the time it took, or
+    that it had."""
     from tests.ward import verdict
 
     start = time.time()
     found = verdict(kernel, reference, seconds=seconds)
     races = [[r[side]["mode"] for side in ("first", "second")] for r in found.get("races", ())]
-    return {"result": found["result"], "races": races, "seconds": round(time.time() - start)}
+    took = seconds if found["result"] == "timeout" else round(time.time() - start)
+    return {"result": found["result"], "races": races, "seconds": took}
 
 
 @dataclass(frozen=True)
@@ -114,19 +119,15 @@ class Collection:
     seconds: int
     save: Callable[[], None]
 
-    def verdict_on(self, name: str, plan: Any, reference: str = "") -> str:
-        """See to it that there is a verdict on a plan; return the digest of its kernel. Those that
-        were not finished are tried again with more time."""
-        from tests.ward import digest, given
-
-        kernel, verdicts = given(plan), self.data["verdicts"]
-        key = digest(kernel, reference)
-        took = verdicts.get(key, {}).get("seconds", 0)
-        again = verdicts.get(key, {}).get("result") == "timeout" and took < self.seconds
-        if (key not in verdicts and self.seconds) or again:
-            verdicts[key] = judged(kernel, reference, self.seconds)
-            print(name, key, verdicts[key], flush=True)
-        return key
+    def verdict_on(self, key: str, kernel: Any, reference: str, seconds: int) -> None:
+        """See to it that there is a verdict on a kernel. Those that were not finished are tried
+        again with more time."""
+        verdicts = self.data["verdicts"]
+        known = verdicts.get(key, {"result": "timeout", "seconds": 0})
+        if known["result"] == "timeout" and known["seconds"] < seconds:
+            verdicts[key] = judged(kernel, reference, seconds)
+            print(key, verdicts[key], flush=True)
+            self.save()
 
     def programs(self) -> None:
         """Compile all programs."""
@@ -137,20 +138,34 @@ class Collection:
             print(name, case, flush=True)
         self.save()
 
-    def verdicts(self) -> None:
-        """See to all verdicts: small plans first, then programs; forget those of no kernel."""
+    def kernels(self) -> Iterator[tuple[str, Any, str]]:
+        """Digest, kernel and reference of all that there are verdicts on, written down on the way:
+        small plans first, then programs."""
         from tests.blackwell_plans import CASES
+        from tests.ward import digest, given
 
-        keys = self.data["plans"] = {n: k for n, k in self.data["plans"].items() if n in CASES}
+        self.data["plans"] = {n: k for n, k in self.data["plans"].items() if n in CASES}
         for name, case in CASES.items():
-            keys[name] = self.verdict_on(name, case.make(), case.reference)
-            self.save()
+            kernel = given(case.make())
+            self.data["plans"][name] = key = digest(kernel, case.reference)
+            yield key, kernel, case.reference
         for name, graph in cases():
-            found = choice(graph(), TARGETS[-1])
-            plans = [self.verdict_on(name, p) for p in small_plans(*found)]
-            self.data["cases"][name]["plans"] = plans
-            self.save()
-        used = {*keys.values(), *(k for c in self.data["cases"].values() for k in c["plans"])}
+            kernels = [given(plan) for plan in small_plans(*choice(graph(), TARGETS[-1]))]
+            self.data["cases"][name]["plans"] = keys = [digest(k) for k in kernels]
+            print(name, keys, flush=True)
+            yield from ((key, kernel, "") for key, kernel in zip(keys, kernels, strict=True))
+
+    def verdicts(self) -> None:
+        """See to all verdicts, in rounds that give more time to a kernel, so that nothing waits for
+        what takes long; forget those of no kernel."""
+        kept = list[tuple[str, Any, str]]()
+        for one in self.kernels():
+            self.verdict_on(*one, self.seconds // ROUNDS[0])
+            kept.append(one)
+        for part in ROUNDS[1:]:
+            for one in kept:
+                self.verdict_on(*one, self.seconds // part)
+        used = {key for key, _, _ in kept}
         self.data["verdicts"] = {k: v for k, v in self.data["verdicts"].items() if k in used}
         self.save()
 
@@ -187,12 +202,15 @@ def programs(data: dict[str, Any]) -> list[str]:
 def _protocol(data: dict[str, Any], group: list[dict[str, Any]]) -> str:
     """How many different kernels got which verdict."""
     keys = {key for case in group for key in case.get("plans", ())}
-    found: list[str] = [
-        data["verdicts"][k]["result"] for k in sorted(keys) if k in data["verdicts"]
-    ]
-    said = [WORDS.get(r, r) for r in found]
-    parts = [f"{said.count(w)} {w}" for w in sorted(set(said), reverse=True)]
-    return ", ".join(parts)
+    said = Counter(_words(data["verdicts"][k]) for k in keys if k in data["verdicts"])
+    return ", ".join(f"{said[w]} {w}" for w in sorted(said, reverse=True))
+
+
+def _words(verdict: dict[str, Any]) -> str:
+    """A verdict in words; how long the verifier had if it did not finish."""
+    result = verdict["result"]
+    time = f" in {verdict['seconds']} s" if result == "timeout" else ""
+    return f"{WORDS.get(result, result)}{time}"
 
 
 def plans(data: dict[str, Any]) -> list[str]:

@@ -114,6 +114,7 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
     "mean": (lambda g, x: g.mean(x, 1), ((3, 4),)),
     "mean, centred": (lambda g, x: g.square(x - g.mean(x, 0)), ((3, 4),)),
     "max": (lambda g, x: g.max(x, 1), ((3, 4),)),
+    "amax": (lambda g, x: g.apply("amax", x, dims=(2, 0)), ((3, 4, 5),)),
     "prod": (lambda g, x: g.prod(x, 1), ((3, 4),)),
     "max, subtracted": (lambda g, x: g.square(x - g.max(x, 0)), ((3, 4),)),
     "matmul": (lambda g, x, y: x @ y, ((3, 4), (4, 5))),
@@ -345,10 +346,22 @@ def test_all_that_is_largest_shares_evenly_along_several_dimensions(sign: int) -
     """Five elements in two rows have a fifth each, and not a quarter and a sixth."""
     x = sign * torch.tensor([[3.0, 3, 1], [3, 3, 3], [0, 1, 2]], dtype=torch.float64)
     along = _maximum if sign > 0 else _minimum
-    made = cs.grad(graph(lambda g, t: along(g, along(g, t, 1), 0), (3, 3)))
+    made = cs.grad(graph(lambda g, t: along(g, t, (1, 0)), (3, 3)))
     [found] = evaluate(made, [x, torch.ones(1, 1, dtype=torch.float64)], torch.float64)
     x.requires_grad_()
     (x.amax((0, 1)) if sign > 0 else x.amin((0, 1))).backward()
+    torch.testing.assert_close(found, x.grad)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_maximum_of_maxima_shares_with_the_rows_that_have_it(sign: int) -> None:
+    """Two rows have a half each, which two and three elements share."""
+    x = sign * torch.tensor([[3.0, 3, 1], [3, 3, 3], [0, 1, 2]], dtype=torch.float64)
+    along = _maximum if sign > 0 else _minimum
+    made = cs.grad(graph(lambda g, t: along(g, along(g, t, (1,)), (0,)), (3, 3)))
+    [found] = evaluate(made, [x, torch.ones(1, 1, dtype=torch.float64)], torch.float64)
+    x.requires_grad_()
+    (x.amax(1).amax(0) if sign > 0 else x.amin(1).amin(0)).backward()
     torch.testing.assert_close(found, x.grad)
 
 

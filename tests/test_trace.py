@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -385,7 +386,9 @@ def test_what_no_kernel_runs_together_is_named_with_its_lines(
 
 
 def test_what_cannot_be_exported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     text = r"the value of a tensor decides at test_trace\.py:\d+, .*; write it with torch\.where"
     with pytest.raises(TraceError, match=text):
@@ -393,6 +396,16 @@ def test_what_cannot_be_exported(
     with pytest.raises(TraceError, match=r"if the function itself raises with these arguments"):
         traced(monkeypatch, lambda x: x @ x[:2, :2, :2], (X,))
     assert not [r for r in caplog.records if r.name == "torch._subclasses.fake_tensor"]
+    assert not any(capfd.readouterr())
+
+
+@pytest.mark.parametrize("fn", [
+    lambda x: x.nonzero() * 2.0, lambda x: x[x > 0] * 2, lambda x: torch.unique(x) + x.sum(),
+    lambda x: x[: x.sum().int().item()] * 2.0,
+], ids=["nonzero", "mask", "unique", "item"])  # fmt: skip
+def test_extents_that_depend_on_data(monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
+    with pytest.raises(TraceError, match=r"depends on data|the value of a tensor decides"):
+        traced(monkeypatch, fn, (X,))
 
 
 def test_a_dynamic_extent_that_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,6 +617,21 @@ def test_a_decorated_function_can_be_looked_at(tmp_path: Path) -> None:
     assert (tmp_path / "scaled.svg").read_text().startswith("<svg")
     with pytest.raises(CompileError, match=r"cannot write .*: No such file"):
         scaled.export(tmp_path / "none" / "scaled.so", header=tmp_path / "scaled.h")
+
+
+def test_each_region_is_drawn_into_a_file(tmp_path: Path) -> None:
+    """Reports name what other operators made by the line that made it."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return torch.softmax((x * w).sort().values * w, -1)
+
+    program = cs.superoptimize(f, (randn(4, 64), randn(64)), rest="torch", target="h200")
+    files = program.draw(tmp_path / "f.svg")
+    assert files == (tmp_path / "f.0.svg", tmp_path / "f.1.svg")
+    assert all(file.read_text().startswith("<svg") for file in files)
+    heads = [line for line in program.explain().splitlines() if re.match(r"region \d \(", line)]
+    assert heads[0].endswith(": X is x, W is w")
+    assert re.search(r": X is a value of test_trace.py:\d+, W is w$", heads[1])
 
 
 def test_a_module_that_changes_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:

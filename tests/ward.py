@@ -139,18 +139,18 @@ def described(kernel: Given) -> dict[str, Any]:
             found = tensor_map(kernel, content)
             maps.append({"parameter": n, **found})
             declared.append({"parameter": n, "type": "tensor_map", "object": found["object"]})
-        elif len(content) < 8:
-            [value] = struct.unpack("<I", content)
-            scalars.append({"parameter": n, "type": "u32", "value": value})
-        else:
-            name, offset = place(kernel, *struct.unpack_from("<Q", content))
-            assert offset == 0
+            continue
+        first = 0
+        # a pointer, and numbers that may stand behind it; or numbers only
+        if len(content) >= 8 and (found := place(kernel, *struct.unpack_from("<Q", content))):
+            name, first = found[0], 8
+            assert found[1] == 0
             declared.append({"parameter": n, "type": "pointer", "space": "global", "object": name})
-            scalars += [
-                {"parameter": n, "offset": at, "type": "u32", "value": value}
-                for at in range(8, len(content), 4)
-                for value in struct.unpack_from("<I", content, at)
-            ]
+        scalars += [
+            {"parameter": n, "type": "u32", "value": value, **({"offset": at} if at else {})}
+            for at in range(first, len(content), 4)
+            for value in struct.unpack_from("<I", content, at)
+        ]
     return {
         "schema": "spverify.kernel-input/v1",
         "launch": {
@@ -163,17 +163,20 @@ def described(kernel: Given) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def place(kernel: Given, address: int) -> tuple[str, int]:
-    """The argument that an address lies in, and the offset in bytes."""
-    starts = [t.data_ptr() for t in kernel.tensors]
-    n = max((n for n, a in enumerate(starts) if a <= address), key=lambda n: starts[n])
+def place(kernel: Given, address: int) -> tuple[str, int] | None:
+    """The argument that an address lies in, and the offset in bytes; None if it is in none."""
     names = [*(a.name for a in kernel.plan.arguments), *(f"scratch{n}" for n in range(9))]
-    return names[n], address - starts[n]
+    for name, tensor in zip(names, kernel.tensors, strict=False):
+        if 0 <= address - tensor.data_ptr() < max(1, tensor.nbytes):
+            return name, address - tensor.data_ptr()
+    return None
 
 
 def tensor_map(kernel: Given, content: bytes) -> dict[str, Any]:
     """A tensor map as the host code packs it: bits were read off, since they are not documented."""
-    name, offset = place(kernel, *struct.unpack_from("<Q", content))
+    found = place(kernel, *struct.unpack_from("<Q", content))
+    assert found, "a tensor map of no argument"
+    name, offset = found
     rank = ((content[8] >> 4) & 7) + 1
     dtype = next(a.dtype for a in kernel.plan.arguments if a.name == name)
     outer = [16 * n for n in struct.unpack_from("<4I", content, 12)]

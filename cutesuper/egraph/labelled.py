@@ -278,8 +278,9 @@ def _separate(region: Region) -> _Unification | None:
 
 
 def _unshared(region: Region) -> Region:
-    """The region with a separate computation for each use of a value; equal ones are merged again
-    when their labels are known. Raises SearchError past `MAX_UNSHARED` operators."""
+    """The region with a separate computation for each use of a value.
+    Equal ones are merged again when their labels are known. Raises SearchError past `MAX_UNSHARED`
+    operators."""
     inputs, ops = len(region.inputs), list[RegionOp]()
     made: list[View] = []  # operands whose operators are still to be made
     todo: list[tuple[View, bool]] = [(v, False) for v in reversed(region.outputs)]
@@ -332,8 +333,8 @@ def _side_by_side(found: _Unification) -> _Unification:
 
 
 def _beside_rows(found: _Unification) -> _Unification:
-    """Give rows that are put somewhere labels of an output with which they share none, where both
-    have the same extents, the row's own among them.
+    """Give rows that are put somewhere the labels of an output with which they share none.
+    Both have the same extents, the row's own among them.
 
     before: ``K[M, N]`` with positions and ``V[M2, N2]`` as it is, both into caches, two kernels;
     after: ``V[M, N]``, one kernel.

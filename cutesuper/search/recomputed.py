@@ -16,11 +16,12 @@ from cutesuper.search.cuts import Groups
 
 
 def recomputed(graph: KernelGraph) -> list[tuple[KernelGraph, Groups]]:
-    """The program with scores for every group of outputs, and these groups: outputs that sum over
-    one dimension of scores together, then, if these are several, each output alone. Functions of
-    scores that no product sums, as the gradient of a bias, are made with the first sum over the
-    last dimension of scores, along which they are stored. Outputs that no product is in, as the
-    sums of ``dO * O``, are a group.
+    """The program with scores for every group of outputs, and these groups.
+
+    Outputs that sum over one dimension of scores together, then, if these are several, each output
+    alone. Functions of scores that no product sums, as the gradient of a bias, are made with the
+    first sum over the last dimension of scores, along which they are stored. Outputs that no
+    product is in, as the sums of ``dO * O``, are a group.
 
     Args:
         graph: primitive operators only.

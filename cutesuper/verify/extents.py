@@ -62,8 +62,8 @@ def _concrete(program: BlockProgram) -> BlockProgram:
 
 
 def resized_graph(graph: KernelGraph, inputs: tuple[_Shape, ...]) -> KernelGraph:
-    """A graph of the same operators on inputs of other shapes. Raises ShapeError if they do not
-    fit.
+    """A graph of the same operators on inputs of other shapes.
+    Raises ShapeError if they do not fit.
 
     A mask may have more rows than columns here, and what is turned an odd extent, which a newly
     built graph may not.
@@ -130,8 +130,9 @@ class SizeChooser:
     def _extents(
         self, classes: Classes[_Node], mu: MuGraph, pages: list[tuple[_Node, list[_Node]]]
     ) -> tuple[dict[_Node, int], dict[_Node, int]]:
-        """Extents of classes and parts of axes. If a mask has too few columns, other extents grow
-        with its columns, so all is recomputed. Raises GraphError."""
+        """Extents of classes and parts of axes.
+        If a mask has too few columns, other extents grow with its columns, so all is recomputed.
+        Raises GraphError."""
         exact = {classes.find(n) for dim, nodes in _shared(mu) for n in (dim, *nodes)}
         multiples: dict[_Node, int] = {}
         for _ in range(_ROUNDS):
@@ -225,8 +226,8 @@ def _join_mugraph(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> N
 
 
 def _owner(mu: MuGraph, op: BlockOp, d: int) -> tuple[str, int] | None:
-    """The tensor, and its dimension, that dimension d of a load or store is; None if its extent
-    follows from those of two tensors."""
+    """The tensor, and its dimension, that dimension d of a load or store is.
+    None if its extent follows from those of two tensors."""
     if op.puts and d == op.attributes["dim"]:
         return op.attributes["index"], 0
     if op.gathering is None:
@@ -278,8 +279,8 @@ def _pages(
 
 
 def _add_pages(classes: Classes[_Node], graph: KernelGraph, extents: dict[_Node, int]) -> None:
-    """Set the number of pages, or of a table's rows, to that of all that are named plus one: then
-    none is named twice."""
+    """Set the number of pages, or of a table's rows, to that of all that are named plus one.
+    None is named twice then."""
     for n in graph.nodes:
         if not (n.facets.gathers or n.facets.puts):
             continue
@@ -331,8 +332,8 @@ def _solve(
 def _multiply(
     classes: Classes[_Node], extents: dict[_Node, int], shared: list[tuple[_Node, list[_Node]]]
 ) -> None:
-    """Make the extent of a shared dimension the product of its labels' extents; the last label is
-    enlarged as needed. Raises GraphError."""
+    """Make the extent of a shared dimension the product of its labels' extents.
+    The last label is enlarged as needed. Raises GraphError."""
     for _ in range(8):
         before = dict(extents)
         for dim, nodes in shared:
@@ -401,8 +402,8 @@ def _resize(
     axes: dict[_Node, int],
     exact: set[_Node] | None,
 ) -> BlockProgram:
-    """The program at small extents, with tails (except for ``exact`` classes) unless that is
-    None."""
+    """The program at small extents, with tails (except for ``exact`` classes).
+    Without tails if that is None."""
     dims: dict[str, Dim] = {}
     parts: dict[str, int] = {}
     tile: dict[str, int] = {}

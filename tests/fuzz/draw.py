@@ -416,6 +416,14 @@ def _transpose(d: Draw, op: Operator) -> None:
     d.step("transpose", i, dims=None if d.rng.random() < 0.5 else tuple(order))
 
 
+@recipe("amax")
+def _amax(d: Draw, op: Operator) -> None:
+    i = d.value()
+    dims = list(range(len(d.dims(i))))
+    d.rng.shuffle(dims)
+    d.step("amax", i, dims=tuple(dims[: d.rng.randint(1, len(dims))]))
+
+
 @recipe("concat")
 def _concat(d: Draw, op: Operator) -> None:
     rng = d.rng

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -233,6 +234,11 @@ def _prod(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype)
 @formula("max")
 def _max(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     return m.max(args[0], a["dim"])
+
+
+@formula("amax")
+def _amax(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return reduce(m.max, a["dims"], args[0])
 
 
 @formula("argmax")

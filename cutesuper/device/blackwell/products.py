@@ -227,8 +227,8 @@ class RoundedProduct(TensorProduct, GatheredProduct):
 
 @dataclass(frozen=True)
 class TensorProducts(Products):
-    """tcgen05: the first warp of each consumer warpgroup issues; consumer warps are the first of
-    the block.
+    """tcgen05: the first warp of each consumer warpgroup issues.
+    Consumer warps are the first of the block.
 
     Attributes:
         state: tensor memory; None before `open`.
@@ -386,8 +386,8 @@ class TensorProducts(Products):
 
 @dsl_user_op
 def store(words: list[Any], address: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Store a thread's words to tensor memory, two for each four columns; waits until they are
-    there."""
+    """Store a thread's words to tensor memory, two for each four columns.
+    Waits until they are there."""
     lines, at = list[str](), 0
     for first, width in pieces(2 * len(words)):
         registers = ", ".join(f"${v}" for v in range(at, at + width // 2))

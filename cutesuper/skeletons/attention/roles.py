@@ -1,5 +1,5 @@
-"""Roles of the operations of a block program in the attention loop; see
-`skeletons.attention.plan`."""
+"""Roles of the operations of a block program in the attention loop.
+See `skeletons.attention.plan`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def recognized(step: KernelStep, setting: Setting) -> AttentionPlan:
-    """The roles of a kernel's operations, which do not depend on its extents, as a plan without a
-    schedule. Raises LoweringError for a structure that this skeleton cannot run."""
+    """The roles of a kernel's operations, as a plan without a schedule.
+    They do not depend on its extents. Raises LoweringError for a structure that this skeleton
+    cannot run."""
     roles = AttentionRoles(step, arguments_of(step, setting.tensors))
     plan = roles.plan(AttentionSchedule(2, dependent_launch=setting.dependent_launch))
     check_parts(plan.arguments, roles.where)
@@ -47,8 +48,9 @@ def recognized(step: KernelStep, setting: Setting) -> AttentionPlan:
 
 
 def _with_reciprocals(program: BlockProgram) -> BlockProgram:
-    """The program with a reciprocal for each row or key in place of quotients of scores or results:
-    16.2 -> 8.1 us at 2x256 rows, 4096 keys, with norms of rows and values."""
+    """The program with a reciprocal for each row or key in place of quotients.
+    The quotients are of scores or results: 16.2 -> 8.1 us at 2x256 rows, 4096 keys, with norms of
+    rows and values."""
     ops = program.ops
     late = program.dependence.after(i for i, op in enumerate(ops) if op.facets.contracts)
 
@@ -226,8 +228,9 @@ class AttentionRoles:
     def _without_row_factor(
         self, scores: ThreadExpression, values: dict[int, ThreadExpression]
     ) -> tuple[ThreadExpression, int | None]:
-        """A positive value of the row by which all its scores are multiplied: it multiplies the
-        maximum as well, and is combined with the constant factor in one multiplication.
+        """A positive value of the row by which all its scores are multiplied.
+        It multiplies the maximum as well, and is combined with the constant factor in one
+        multiplication.
 
         before: ``mul(product, rsqrt of the row)``; after: ``product``, the operation of the root.
         """
@@ -375,8 +378,8 @@ class AttentionRoles:
         )
 
     def _reduction(self, i: int, load: int, over: str, found: dict[int, Reduction]) -> bool:
-        """True if an operation reduces a load along a label; the reduction is put into
-        ``found``."""
+        """True if an operation reduces a load along a label.
+        The reduction is put into ``found``."""
         op = self.ops[i]
         how = op.facets.reduces
         if how not in FOLDED or op.attributes["over"] != over:

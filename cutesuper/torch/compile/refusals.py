@@ -44,8 +44,9 @@ def without_kernel(
     error: SearchError | LoweringError | ScheduleError,
     target: Target | str | None,
 ) -> CutesuperError:
-    """The error for a region that no kernel can run: it names the first operator that none can run
-    by itself or, if only their combination fails, the lines of all.
+    """The error for a region that no kernel can run.
+    It names the first operator that none can run by itself or, if only their combination fails, the
+    lines of all.
 
     Args:
         name: of the function.

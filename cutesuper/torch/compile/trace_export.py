@@ -146,8 +146,9 @@ class _Reader(fx.Interpreter):
         return place
 
     def _part(self, value: torch.Tensor, why: str) -> tuple[int, int]:
-        """The place of a tensor's memory, and the element of it that the tensor begins at: as much
-        of it as it has elements, in their order, from a place on that kernels can load from."""
+        """The place of a tensor's memory, and the element of it that the tensor begins at.
+        As much of it as it has elements, in their order, from a place on that kernels can load
+        from."""
         place, start = self._places.get(value.untyped_storage()._cdata), value.storage_offset()
         size = value.dtype.itemsize
         if place is None or not value.is_contiguous() or size != self._kept[place].dtype.itemsize:
@@ -263,8 +264,8 @@ def _homes(wiring: Wiring, written: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def names_of(fn: Any, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Names of tensors that a function reads: those of a module's parameters and buffers,
-    ``read_1`` and so on for others."""
+    """Names of tensors that a function reads.
+    Those of a module's parameters and buffers, ``read_1`` and so on for others."""
     named: dict[int, str] = {}
     if isinstance(fn, nn.Module):
         named = {id(t): n for n, t in (*fn.named_buffers(), *fn.named_parameters())}

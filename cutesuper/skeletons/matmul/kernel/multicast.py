@@ -31,8 +31,8 @@ class Sharing:
         return rank_in_cluster() if self.active else Int32(0)
 
     def mask(self) -> Any:
-        """Bit mask of the ranks that receive this block's part of the row tile; None without
-        sharing."""
+        """Bit mask of the ranks that receive this block's part of the row tile.
+        None without sharing."""
         return Int16((1 << self.blocks) - 1) if self.active else None
 
     @cute.jit

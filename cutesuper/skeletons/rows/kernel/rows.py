@@ -145,8 +145,8 @@ class RowKernel:
         group: Any,
         first: Any,
     ) -> dict[int, Any]:
-        """Evaluate every operation but the stores, as fp32 fragments and row scalars; elements that
-        were loaded ahead become fp32 at their first use."""
+        """Evaluate every operation but the stores, as fp32 fragments and row scalars.
+        Elements that were loaded ahead become fp32 at their first use."""
         plan = self.plan
         values: dict[int, Any] = {}
         for i in (*plan.order, *plan.stores):
@@ -207,10 +207,10 @@ class RowKernel:
         return found | wide
 
     def widened(self, i: int) -> bool:
-        """True if a load becomes fp32 inside the branch, which keeps the compiler from splitting
-        the branch into single conditions (weights were then loaded after the sum). This holds for
-        rows that are reduced, except for maxima, which are taken in the stored type. Weights stay
-        packed, in fewer registers."""
+        """True if a load becomes fp32 inside the branch.
+        That keeps the compiler from splitting the branch into single conditions (weights were then
+        loaded after the sum). This holds for rows that are reduced, except for maxima, which are
+        taken in the stored type. Weights stay packed, in fewer registers."""
         plan, ops = self.plan, self.plan.program.ops
         exact = any(ops[n].facets.selects for n in plan.reductions if i in ops[n].inputs)
         varies = any(d in plan.loads[i].labels for d in plan.rows)
@@ -294,8 +294,8 @@ class RowKernel:
         return named_row(view, index)
 
     def places(self, tensors: list[cute.Tensor], row: Any) -> dict[int, tuple[Any, Any]]:
-        """`place` of the row for each store through an index that has one for it: the index is read
-        before the row is computed."""
+        """`place` of the row for each store through an index that has one for it.
+        The index is read before the row is computed."""
         stores = self.plan.stores.items()
         own = {i: v for i, v in stores if isinstance(v, Indexed)}
         return {
@@ -333,8 +333,8 @@ class RowKernel:
         self, view: View, tensors: list[cute.Tensor], base: cute.Pointer, at: Any,
         registers: cute.Tensor,
     ) -> None:  # fmt: skip
-        """Read ``vector`` elements of a row: in one access if they are contiguous, else one by
-        one."""
+        """Read ``vector`` elements of a row, in one access if they are contiguous.
+        Else one by one."""
         stride = self.extents.stride(view, self.plan.column, tensors)
         if view.contiguous(self.plan.column):
             cute.autovec_copy(self.piece(base, at), registers)
@@ -391,8 +391,9 @@ class RowKernel:
         return v
 
     def turn(self, value: Any, operator: Operator, tidx: Any, lane: Any) -> Any:
-        """The elements of a row in other places: halves are exchanged within a thread if it has
-        several accesses, else with the thread that has the same place in the other half."""
+        """The elements of a row in other places.
+        Halves are exchanged within a thread if it has several accesses, else with the thread that
+        has the same place in the other half."""
         shape, half = (self.vector, self.chunks), self.chunks // 2
         _, signs = operator.places(self.length)
         first, second = Float32(signs[0]), Float32(signs[-1])
@@ -423,9 +424,9 @@ class RowKernel:
         count: cutlass.Constexpr,
         writes,
     ):
-        """Combine ``count`` partial results of a row through shared memory; each reduction has
-        slots of its own, so one barrier suffices. The second number of pairs lies ``apart`` slots
-        behind the first."""
+        """Combine ``count`` partial results of a row through shared memory.
+        Each reduction has slots of its own, so one barrier suffices. The second number of pairs
+        lies ``apart`` slots behind the first."""
         given = words(v)
         if writes:
             for k in cutlass.range_constexpr(len(given)):
@@ -438,8 +439,8 @@ class RowKernel:
         return total
 
     def inside(self, first: Any) -> list[Any]:
-        """Predicates of the accesses of a fragment that are true inside the row; None if true for
-        all lanes."""
+        """Predicates of the accesses of a fragment that are true inside the row.
+        None if true for all lanes."""
         each = self.lanes * self.vector
         return [
             first + c * each < self.length if (c + 1) * each > self.length else None
@@ -477,8 +478,8 @@ class RowKernel:
         valid,
         found: cutlass.Constexpr,
     ):
-        """Write a fragment, or a scalar of the row by its first thread, to the place that an index
-        names, if the tensor has it.
+        """Write a fragment, or a row's scalar by its first thread, to the place of an index.
+        Only if the tensor has that place.
 
         ``found``: `place` of the row; None if every element has its own.
         """

@@ -284,8 +284,7 @@ def _plan(r: Request) -> Plan:
 
 
 def fits_open(kind: Kind, extents: Extents) -> bool:
-    """True if kernels for any extents address all of the scores, where a mask or the gradient of a
-    bias has a number for each of them."""
+    """True if kernels for any extents can address the mask, or all scores for its gradient."""
     if kind.mask is None:
         return True
     own, scores = kind.mask, (extents.batch, extents.rows, extents.keys)
@@ -385,8 +384,8 @@ def sink_values(sinks: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 
 def mask_values(mask: torch.Tensor, kind: Kind, extents: Extents) -> torch.Tensor:
-    """The mask of a call as kernels read it: contiguous, 1 and 0 for conditions, with zeros for the
-    positions of a cache that are not in use."""
+    """The mask of a call as kernels read it: contiguous, 1 and 0 for conditions.
+    With zeros for the positions of a cache that are not in use."""
     own = kind.mask
     assert own is not None
     given = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))

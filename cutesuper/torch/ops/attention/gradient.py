@@ -1,5 +1,5 @@
-"""Gradients of attention: a forward pass that keeps the logarithm of the sum of each row, and
-kernels that compute the scores again (arXiv:2205.14135).
+"""Gradients of attention: kernels compute the scores again (arXiv:2205.14135).
+The forward pass keeps the logarithm of the sum of each row.
 
 Both passes are operators of ``torch.library``, so that compilers see them::
 
@@ -77,8 +77,9 @@ class Passes:
         return made[:2]
 
     def gradients(self, r: Request, kept: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory, and
-        those of the mask and of the sinks, which are empty if there are none.
+        """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory.
+
+        And those of the mask and of the sinks, which are empty if there are none.
 
         ``kept``: the result, the logarithms and their cotangents, by name.
         """
@@ -123,8 +124,8 @@ class Passes:
 
 
 def _mask_gradient(r: Request, found: Maybe) -> torch.Tensor:
-    """The gradient of the mask from that of the graph, if there is one; an empty tensor for a mask
-    that needs none."""
+    """The gradient of the mask from that of the graph, if there is one.
+    An empty tensor for a mask that needs none."""
     if not r.mask_gradient or r.mask is None:
         return r.query.new_empty(0)
     return torch.zeros_like(r.mask) if found is None else found.view(r.mask.shape)
@@ -229,12 +230,17 @@ def _kept_names(both: Split) -> list[str]:
     return sorted(both.saved, key=both.saved.__getitem__)
 
 
-def _compiled(kind: Kind) -> tuple[Split, Runner, Runner] | None:
+def compiled(both: Split) -> tuple[Runner, Runner]:
+    """The kernels of a forward and a backward pass."""
     from cutesuper.pipeline import best_kernel
 
+    return best_kernel(both.forward), best_kernel(both.backward)
+
+
+def _compiled(kind: Kind) -> tuple[Split, Runner, Runner] | None:
     both = _graphs(kind)
     try:
-        return both, best_kernel(both.forward), best_kernel(both.backward)
+        return both, *compiled(both)
     except (SearchError, LoweringError, ScheduleError):
         if kind.open:
             return None

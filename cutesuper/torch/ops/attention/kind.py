@@ -240,8 +240,10 @@ def limit_shape(limit: LimitKind, scores: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def mask_shape(kind: Kind, mask: MaskKind, scores: Sequence[Dim]) -> tuple[Dim, ...]:
-    """Extents of a mask tensor, as the kernel graph has it, from those of the scores; of sequences,
-    rows and keys only."""
+    """Extents of a mask tensor, as the kernel graph has it.
+
+    ``scores``: those of the scores, of which the first (sequences) and the last two are read.
+    """
     own = _heads(kind)
     heads = own if mask.heads else (1,) * len(own)
     return (scores[0] if mask.batch else 1, *heads, scores[-2] if mask.rows else 1, scores[-1])
@@ -353,8 +355,8 @@ def _made(kind: Kind) -> Kernel | None:
 
 
 def rows_of(rows: int) -> Dim:
-    """``Kind.rows`` for this number of queries: the symbol of its class. One query, as in decoding,
-    is a class of its own, whose kernels have no positions of queries."""
+    """``Kind.rows`` for this number of queries: the symbol of its class.
+    One query, as in decoding, is a class of its own, whose kernels have no positions of queries."""
     return 1 if rows == 1 else Symbol("L", class_of("queries", rows))
 
 
