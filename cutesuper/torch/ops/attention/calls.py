@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +51,8 @@ class Limits:
 
     Attributes:
         starts: ``[B]`` or of rows ``[B or 1, L]``: keys in front are hidden.
-        ends: of rows: keys from there on are hidden.
-        window: whether starts ``[B]`` are those of the last rows, and one less for each row before.
+        ends: of rows, or of a window: keys from there on are hidden.
+        window: whether limits ``[B]`` are those of the last rows, and one less for each row before.
     """
 
     starts: Maybe = None
@@ -159,7 +160,7 @@ class Plan:
         mask: Maybe,
         limits: Limits,
         sinks: Maybe,
-    ) -> list[torch.Tensor]:
+    ) -> Any:
         """Run the plan on the tensors of a call; ``others`` are page table and weights of norms.
         The result, and the logarithms of the sums of rows if the kernels have them."""
         for name, t in (("key", key), ("value", value)) if self.capacity else ():
@@ -179,7 +180,7 @@ class Plan:
             inputs.append(sink_values(sinks, self.kind))
         y, *sums = self.run(inputs)
         y = y if self.output is None else y.as_strided(*self.output)
-        return [y, *(t.view(query.shape[:3]) for t in sums)]
+        return (y, sums[0].view(query.shape[:3])) if sums else y
 
 
 def _limited(lengths: Maybe, limit: int, query: torch.Tensor) -> torch.Tensor:
@@ -208,17 +209,18 @@ def attend(
     mask: Maybe = None,
     sinks: Maybe = None,
     sums: bool = False,
-) -> list[torch.Tensor]:
-    """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`. The result, and with
-    ``sums`` the logarithms of the sums of rows."""
+) -> Any:
+    """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`.
+
+    The result; with ``sums`` a pair, the second the logarithms of the sums of rows.
+    """
     others, own = (page_table, query_norm, key_norm), Limits(starts, ends, window)
     key_facts = (
         *facts(query), *facts(key), *facts(value), *facts(key_lengths),
         *(f for t in others if t is not None for f in facts(t)),
         page_table is None, query_norm is None, causal, scale, eps, TABLE.changes,
         *(f for t, _ in own.given for f in facts(t)), own.starts is None, own.window,
-        *(() if mask is None else facts(mask)), *(() if sinks is None else facts(sinks)),
-        sinks is None, sums,
+        *(() if mask is None else facts(mask)), None if sinks is None else facts(sinks), sums,
     )  # fmt: skip
     plan = _plans.get(key_facts)
     if plan is None:
@@ -229,7 +231,7 @@ def attend(
         check(request)
         if 0 in (query.numel(), value.numel(), request.positions):
             nothing = torch.zeros_like(result_of(request))
-            return [nothing, *([sums_of_nothing(request)] if sums else [])]
+            return (nothing, sums_of_nothing(request)) if sums else nothing
         plan = _plans.made(key_facts, lambda: _plan(request))
     return plan(query, key, value, key_lengths, others, mask, own, sinks)
 
@@ -462,7 +464,7 @@ def _check_mask(r: Request, mask: torch.Tensor) -> None:
     whole = (r.query.shape[0], r.query.shape[1], r.query.shape[2], r.positions)
     own = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     fits = all(n in (1, m) for n, m in zip(own, whole, strict=False))
-    if mask.dim() not in (2, 3, 4) or not fits or own[-1] != whole[-1]:
+    if mask.dim() not in (1, 2, 3, 4) or not fits or own[-1] != whole[-1]:
         raise ShapeError(
             f"{r.call}: attn_mask has shape {list(mask.shape)}; it must broadcast to "
             f"{list(whole)}, with a last extent of {whole[-1]}"
@@ -536,7 +538,7 @@ def _check_integers(r: Request) -> None:
         meaning = "[B, L] or [1, L], a key of each row" + lower * ", or [B], one of each sequence"
         _check_int32(r, name, t, meaning)
         rows = ((batch, r.query.shape[2]), (1, r.query.shape[2]))
-        if tuple(t.shape) not in (*rows, *([(batch,)] if lower else [])):
+        if tuple(t.shape) not in (*rows, *([(batch,)] if lower or r.limits.window else [])):
             raise ShapeError(f"{r.call}: {name} has shape {list(t.shape)}, must be {meaning}")
     if lengths is not None:
         _check_int32(r, "key_lengths", lengths, "[B], the number of keys of each sequence")

@@ -157,6 +157,7 @@ def _logical(t: torch.Tensor, like: torch.Tensor, order: Order) -> torch.Tensor:
 
 _passes: Kept[tuple[object, ...], Passes] = Kept(KEPT_PLANS)
 _kernels: Kept[Kind, tuple[Split, Runner, Runner] | None] = Kept(KEPT_KINDS)
+_references: Kept[tuple[Kind, int], tuple[Split, Runner, Runner]] = Kept(KEPT_KINDS)
 
 
 def _passes_of(r: Request) -> Passes:
@@ -188,9 +189,13 @@ def _made(r: Request) -> Passes:
 def _runners(kind: Kind, device: torch.device) -> tuple[Split, Runner, Runner] | None:
     """The graphs of both passes and what runs them; None if no kernels take all extents."""
     if device.type not in KERNEL_DEVICES:
-        both = _graphs(kind)
-        return both, _reference(kind, both.forward), _reference(kind, both.backward)
+        return _references.made((kind, TABLE.changes), lambda: _by_reference(kind))
     return _kernels.made_on(device, kind, "attention", lambda: _compiled(kind))
+
+
+def _by_reference(kind: Kind) -> tuple[Split, Runner, Runner]:
+    both = _graphs(kind)
+    return both, _reference(kind, both.forward), _reference(kind, both.backward)
 
 
 def _graphs(kind: Kind) -> Split:
