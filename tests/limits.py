@@ -56,6 +56,17 @@ def case(name: str, q: Any, k: Any, v: Any, seed: int = 0) -> Case:
     if name == "window":
         seen = (j <= i) & (j > i - width)
         options: dict[str, Any] = {"is_causal": True, "window": width}
+    elif name == "two sides":
+        seen = (j <= i + 2) & (j >= i - width)
+        options = {"window": (width, 2)}
+    elif name == "two sides behind a cache":
+        last = ends - (rows - 1 - i)
+        seen = (j < torch.minimum(ends, last + 5)) & (j >= last - 1 - width)
+        seen = seen & (j >= starts[:, None, None])
+        options = {"window": [width, 5], "key_lengths": lengths, "key_starts": starts}
+    elif name == "one side":
+        seen = (j <= i + width) & (j >= starts[:, None, None])
+        options = {"window": (None, width), "key_starts": starts}
     elif name == "window behind a cache":
         last = ends - (rows - 1 - i)
         seen = (j < last) & (j >= last - width)
@@ -90,12 +101,15 @@ def _packed(name: str, q: Any, k: Any, v: Any, rng: Any) -> Case:
         return torch.cat([torch.tensor([0]), inner, torch.tensor([n])]).int()
 
     cu_q, cu_k = cuts(rows), cuts(keys)
-    causal, window = "causal" in name or "window" in name, 40 if "window" in name else None
+    sides = (3, 7) if "sides" in name else None
+    causal, window = "causal" in name or "window" in name, 40 if "window" in name else sides
     seen = torch.zeros(rows, keys, dtype=torch.bool)
     for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
         for i in range(int(a), int(b)):
-            end = int(d) - (int(b) - 1 - i) if causal else int(d)
-            seen[i, max(int(c), end - window if window else 0) : max(end, 0)] = True
+            end = int(d) - (int(b) - 1 - i) if causal or sides else int(d)
+            first = 0 if not window else end - 4 if sides else end - 40
+            end = min(end + 7, int(d)) if sides else end
+            seen[i, max(int(c), first) : max(end, 0)] = True
             seen[i, : int(c)] = False
     options = packed_limits(
         cu_q.to(device), cu_k.to(device), rows=rows, is_causal=causal, window=window
@@ -116,4 +130,5 @@ def exact(c: Case, query: Any, key: Any, value: Any) -> Any:
 CASES = (
     "window", "window behind a cache", "left padding", "left padding, causal",
     "left padding in a window", "rows", "packed", "packed, causal", "packed in a window",
+    "two sides", "two sides behind a cache", "one side", "packed, two sides",
 )  # fmt: skip

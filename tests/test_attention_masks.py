@@ -89,6 +89,7 @@ CALLS = {
     "bias of all heads": Call((20, 75), torch.float32),
     "bias of each head": Call((1, 2, 20, 75), torch.float32, causal=True, tokens=True),
     "one head each": Call((2, 3, 40, 40), torch.float32, 2, 3, 1, 40, 40),
+    "bias of keys": Call((75,), torch.float32),
     "a distance": Call((4, 1, 75), torch.float32, 1, 2, 2),
 }
 

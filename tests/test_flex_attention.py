@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import cutesuper as cs
 from cutesuper.errors import CutesuperError, OperatorError, ShapeError
+from cutesuper.runtime.programs import Kept
 from cutesuper.verify.numeric import acceptable
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -163,6 +165,61 @@ def test_tensors_that_a_function_reads_have_gradients() -> None:
 @pytest.mark.ptx
 def test_kernels_of_such_gradients() -> None:
     learned("cuda", 16, torch.bfloat16)
+
+
+def judge_extents(rows: int, keys: int, device: str, dtype: torch.dtype) -> None:
+    """Attention with slopes of heads in a window, by the rule against float64."""
+    torch.manual_seed(rows)
+    sides = [torch.randn(2, h, n, 32, device=device).to(dtype)
+             for h, n in ((4, rows), (2, keys), (2, keys))]  # fmt: skip
+    changed = alibi(device)
+
+    def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (j >= i - 9) & (j <= i + 30)
+
+    def by_hand(dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v = own = [t.detach().to(dtype).requires_grad_() for t in sides]
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        at = [torch.arange(n, device=device) for n in (2, 4, rows, keys)]
+        at = [t.view([-1 if d == n else 1 for d in range(4)]) for n, t in enumerate(at)]
+        scores = changed(q @ k.mT * 32**-0.5, *at).masked_fill(~near(*at), -torch.inf)
+        y = scores.softmax(-1).to(dtype) @ v
+        return [y.detach(), *torch.autograd.grad(y.sum(), own)]
+
+    block = create_block_mask(near, None, None, rows, keys, device=device)
+    own = [t.detach().requires_grad_() for t in sides]
+    y = cs.ops.flex_attention(*own, changed, block, None, True)
+    found = [y.detach(), *torch.autograd.grad(y.sum(), own)]
+    for mine, want, other in zip(found, by_hand(torch.float64), by_hand(dtype), strict=True):
+        report = acceptable(mine, want, other, mine.dtype)
+        assert report, report.message
+
+
+def test_rectangles() -> None:
+    for rows, keys in ((1, 7), (20, 33), (29, 20)):
+        judge_extents(rows, keys, "cpu", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+def test_kernels_of_any_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pair of programs, forward and backward, for all extents of a class."""
+    module = importlib.import_module("cutesuper.torch.ops.attention.flex")
+    monkeypatch.setattr(module, "_kernels", Kept())
+    for rows, keys in ((20, 33), (70, 90)):
+        judge_extents(rows, keys, "cuda", torch.bfloat16)
+    (made,) = module._kernels.values()
+    assert made is not None
+
+
+def test_compiled_functions_may_call_it() -> None:
+    q = torch.randn(1, 4, 8, 16)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return 2 * cs.ops.flex_attention(x + 1, x, x, alibi("cpu"))
+
+    compiled = torch.compile(function, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), function(q))
 
 
 @pytest.mark.parametrize(("score_mod", "why"), [

@@ -67,7 +67,9 @@ def test_a_small_step(name: str) -> None:
 
 
 @pytest.mark.ptx
-@pytest.mark.parametrize("name", ["left padding, causal", "packed in a window"])
+@pytest.mark.parametrize(
+    "name", ["left padding, causal", "packed in a window", "two sides behind a cache"]
+)
 def test_small_gradients(name: str) -> None:
     gradients(drawn(name, (2, 1, 2, 90, 150, 64), 3))
 

@@ -113,6 +113,8 @@ def test_limits_of_packed_sequences_do_not_fall(counts: list[int], window: int, 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a window that is not causal": ({"window": 4}, "attention(window=4, is_causal=False)"),
+    "a window of three sides": ({"window": (1, 2, 3)}, "attention(window=(1, 2, 3), is_causal=F"),
+    "a side that is no number": ({"window": (1, True)}, "how many a row sees before and behind"),
     "an empty window": ({"window": 0, "is_causal": True}, "attention(window=0, is_causal=True)"),
     "starts of int64": ({"key_starts": torch.zeros(2, dtype=torch.int64)}, "key_starts is torch.i"),
     "starts of others": ({"key_starts": torch.zeros(3).int()}, "key_starts has shape [3]"),

@@ -64,8 +64,9 @@ class Derivation(KernelGraph):
 
     def known(self, operator: str, args: list[Tensor]) -> Tensor | None:
         """An existing value (of an operator without attributes), or None."""
-        operands = tuple(self._again.get(a.index, a.index) for a in args)
-        i = self._made.get((operator, operands, Items({})))
+        operands = [self._again.get(a.index, a.index) for a in args]
+        operands = sorted(operands) if lookup(operator).commutes else operands
+        i = self._made.get((operator, tuple(operands), Items({})))
         return None if i is None else self.tensor(i)
 
     def again(self, t: Tensor) -> Tensor:
@@ -85,8 +86,8 @@ class Derivation(KernelGraph):
             made = self.once("transpose", [output], {"dims": back})
         elif found is not None:
             x, top, total = found
-            lse = self.named(self.add(self.log(total), top), "lse")
-            made = self.exp(self.sub(x, lse))
+            lse = self._logsumexp(top, total) or self.add(self.log(total), top)
+            made = self.exp(self.sub(x, self.named(lse, "lse")))
         else:
             return t
         self._again[made.index] = t.index
@@ -107,6 +108,14 @@ class Derivation(KernelGraph):
         if nodes[top].facets.reduces is not MAX or nodes[top].inputs != (x,):
             return None
         return self.tensor(x), self.tensor(top), self.tensor(t.node.inputs[1])
+
+    def _logsumexp(self, top: Tensor, total: Tensor) -> Tensor | None:
+        """The `logsumexp` of a row, if the program has it, from its maximum and its sum."""
+        log, is_finite = self.known("log", [total]), self.known("finite", [top])
+        if log is None or is_finite is None:
+            return None
+        rest = self.known("keep", [is_finite, log])
+        return None if rest is None else self.known("add", [rest, top])
 
     @contextmanager
     def verbatim(self) -> Iterator[None]:

@@ -17,31 +17,36 @@ from cutesuper.search.cuts import Groups
 
 def recomputed(graph: KernelGraph) -> list[tuple[KernelGraph, Groups]]:
     """The program with scores for every group of outputs, and these groups.
+
     Outputs that sum over one dimension of scores together, then, if these are several, each output
     alone. Functions of scores that no product sums, as the gradient of a bias, are made with the
-    first sum over the last dimension of scores, along which they are stored.
+    first sum over the last dimension of scores, along which they are stored. Outputs that no
+    product is in, as the sums of ``dO * O``, are a group.
 
     Args:
         graph: primitive operators only.
 
     Returns:
-        Nothing if all outputs sum over one dimension, or any does not depend on scores.
+        Nothing if all outputs sum over one dimension.
     """
     sums = _Sums(graph)
     found: dict[frozenset[int], list[int]] = {}
     for n, output in enumerate(graph.outputs):
         found.setdefault(sums.dimensions(output), []).append(n)
-    tiles = tuple(found.pop(frozenset(), ()))
+    others = found.pop(frozenset(), [])
+    tiles = tuple(filter(sums.of_scores, others))
+    apart = tuple(n for n in others if n not in tiles)
     along = found.get(frozenset((-1,)), [])
-    if len(found) < 2 or (tiles and not along) or not all(map(sums.of_scores, tiles)):
+    if len(found) < 2 or (tiles and not along):
         return []
     along[:] = sorted((*along, *tiles))
-    together = tuple(map(tuple, found.values()))
+    beside = (apart,) if apart else ()
+    together = (*map(tuple, found.values()), *beside)
     first = next((n for n in along if n not in tiles), -1)
     alone = tuple(
         tuple(sorted((n, *tiles))) if n == first else (n,)
-        for n in range(len(graph.outputs)) if n not in tiles
-    )  # fmt: skip
+        for n in range(len(graph.outputs)) if n not in others
+    ) + beside  # fmt: skip
     return [(_apart(graph, g, sums), g) for g in dict.fromkeys((together, alone))]
 
 

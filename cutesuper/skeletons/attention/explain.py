@@ -18,6 +18,7 @@ def attention_lines(plan: AttentionPlan) -> list[str]:
     lines = [_tile_line(plan), *_block_lines(plan), *_row_lines(plan), *_key_lines(plan)]
     lines += [
         *beside_lines(_name(plan, i) for i in plan.beside),
+        *(f"{_name(plan, i)}: read where results are stored" for i in plan.row_loads),
         _score_line(plan),
         *_sum_lines(plan),
         *_join_lines(plan),

@@ -252,11 +252,11 @@ def _multiplied(
     if last is None:
         if dtype.integer:
             return False
-        if kinds <= {"rows", form.keys} and _meets_scores(program, op, form):
+        if kinds <= {"rows"} or (kinds <= {"rows", form.keys} and _meets_scores(program, op, form)):
             return False
         raise SearchError(
             f"the attention loop: a tensor along {shown(own) or 'nothing'} is read; beside their "
-            f"three matrices there may be vectors along {form.inner}, numbers of rows and "
+            f"three matrices there may be vectors along {form.inner}, numbers of rows, those of "
             "keys that meet the scores, and lengths"
         )
     if dtype.name not in MULTIPLIED:

@@ -140,6 +140,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
         key_reductions, key_values: those of a tile of keys or values.
         vectors: loads of the prologue with the inner label only.
         beside: loads of numbers of rows and keys that meet the scores, as biases and conditions.
+        row_loads: loads of numbers of rows that meet the results.
         scores: the function of the product whose running maximum is taken, without ``factor``; not
             used without a maximum.
         factor, row_factor: positive; the scores are ``factor * scores``, and times a value of the
@@ -171,6 +172,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
     key_values: dict[int, ThreadExpression]
     vectors: dict[int, View]
     beside: dict[int, View]
+    row_loads: dict[int, View]
     scores: ThreadExpression
     factor: float
     row_factor: int | None

@@ -81,6 +81,7 @@ class AttentionRoles:
         self.row_reductions: dict[int, Reduction] = {}
         self.key_reductions: dict[int, Reduction] = {}
         self.beside: dict[int, View] = {}
+        self.row_loads: dict[int, View] = {}
 
     def _find_labels(self) -> None:
         ops = self.ops
@@ -146,6 +147,7 @@ class AttentionRoles:
         loop = [scores, result.source, *(s.source for s in sums)]
         around = [prologue, *(o.expression for o in outputs)]
         self._find_beside(loop, around)
+        self._find_row_loads(loop, outputs)
         expressions = [*around, *loop]
         row_values, key_values = self._values(expressions, finals | leaves | {self.product})
         scores, row_factor = self._without_row_factor(scores, row_values)
@@ -158,8 +160,8 @@ class AttentionRoles:
             product=self.product, prologue=None if plain else prologue,
             row_reductions=tuple(self.row_reductions.values()), row_values=row_values,
             key_reductions=tuple(self.key_reductions.values()), key_values=key_values,
-            vectors={i: self._view(i) for i in self.vectors}, beside=self.beside, scores=scores,
-            factor=factor, row_factor=row_factor,
+            vectors={i: self._view(i) for i in self.vectors}, beside=self.beside,
+            row_loads=self.row_loads, scores=scores, factor=factor, row_factor=row_factor,
             masks=masks, maximum=maximum, weight=weight, row_sums=sums, result=result,
             outputs=outputs, schedule=schedule,
         )  # fmt: skip
@@ -338,7 +340,7 @@ class AttentionRoles:
         row_values, key_values = dict[int, ThreadExpression](), dict[int, ThreadExpression]()
         for i in sorted({i for e in expressions for i in e.leaves} - known):
             labels = set(self.ops[i].dims)
-            if i == self.row_load or i in self.vectors or i in self.beside:
+            if i == self.row_load or i in (*self.vectors, *self.beside, *self.row_loads):
                 continue
             if self.keys in labels and not labels & set(self.own_labels):
                 key_values[i] = fuse(self.program, i, self._reduces_keys, self.where)
@@ -358,6 +360,14 @@ class AttentionRoles:
             op = self.ops[i]
             if op.kind == LOAD and self._is_beside(i):
                 self.beside[i] = self._view(i)
+
+    def _find_row_loads(self, loop: list[ThreadExpression], outputs: tuple[Output, ...]) -> None:
+        """The loads of numbers of rows that only the outputs need."""
+        others = {i for e in loop for i in e.leaves}
+        for i in sorted({i for o in outputs for i in o.expression.leaves} - others):
+            op = self.ops[i]
+            if op.kind == LOAD and not {self.keys, self.inner, self.columns} & set(op.dims):
+                self.row_loads[i] = self._view(i)
 
     def _reduces_rows(self, i: int) -> bool:
         return self._reduction(i, self.row_load, self.inner, self.row_reductions)

@@ -24,7 +24,7 @@ from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.cluster import float_bits, push
 from cutesuper.device.fragments import fetched, fragment
 from cutesuper.device.grid import is_last, tell, told
-from cutesuper.device.memory import neighbours, put
+from cutesuper.device.memory import element, neighbours, put
 from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER, Here, Known, Memory, Place
 from cutesuper.skeletons.attention.kernel.rows import Rows
 from cutesuper.skeletons.attention.kernel.scores import exp2
@@ -291,7 +291,7 @@ class Join:
         plan, k, place, group = self.plan, self.k, here.place, here.group
         finals = []
         for r in cutlass.range_constexpr(self.rows.per_thread):
-            known = dict(zip(plan.row_values, rows.values[r], strict=True))
+            known = dict(zip(plan.row_values, rows.values[r], strict=True)) | self.read(r, here)
             for s in plan.row_sums:
                 total = state[2 * r + 1]
                 known[s.final] = total
@@ -316,6 +316,19 @@ class Join:
                     # by the owner of the row's first item, and one of the threads that share a row
                     if first == 0 and here.lane % 4 == 0:
                         self.store_row(finals[r], positions, here)
+
+    def read(self, r: int, here: Here) -> dict[int, Any]:
+        """The numbers of a thread's r-th row that outputs read from memory; for padding those of
+        the last row."""
+        if not self.plan.row_loads:
+            return {}
+        row = self.rows.row(here.warp, here.lane, r)
+        positions, _ = self.rows.positions(here.place, here.group, row)
+        found: dict[int, Any] = {}
+        for i, view in self.plan.row_loads.items():
+            offset = self.rows.line(view, positions, here.tensors)
+            found[i] = Float32(element(here.tensors[view.argument].iterator, offset))
+        return found
 
     def store_row(self, known: dict[int, Any], positions: dict[str, Any], here: Here) -> None:
         """Store the outputs that have one number for each row."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from cutesuper.torch.ops.attention.kind import (
     mask_shape,
     rows_of,
     runner_of,
+    sink_shape,
 )
 from cutesuper.torch.ops.attention.layout import (
     Stored,
@@ -49,8 +51,8 @@ class Limits:
 
     Attributes:
         starts: ``[B]`` or of rows ``[B or 1, L]``: keys in front are hidden.
-        ends: of rows: keys from there on are hidden.
-        window: whether starts ``[B]`` are those of the last rows, and one less for each row before.
+        ends: of rows, or of a window: keys from there on are hidden.
+        window: whether limits ``[B]`` are those of the last rows, and one less for each row before.
     """
 
     starts: Maybe = None
@@ -99,6 +101,8 @@ class Request:
     mask: Maybe = None
     limits: Limits = NO_LIMITS
     mask_gradient: bool = False
+    sinks: Maybe = None
+    sums: bool = False
 
     @property
     def call(self) -> str:
@@ -155,8 +159,10 @@ class Plan:
         others: Sequence[Maybe],
         mask: Maybe,
         limits: Limits,
-    ) -> torch.Tensor:
-        """Run the plan on the tensors of a call; ``others`` are page table and weights of norms."""
+        sinks: Maybe,
+    ) -> Any:
+        """Run the plan on the tensors of a call; ``others`` are page table and weights of norms.
+        The result, and the logarithms of the sums of rows if the kernels have them."""
         for name, t in (("key", key), ("value", value)) if self.capacity else ():
             if not within(t, self.capacity):
                 raise refusal(t, name)
@@ -170,8 +176,11 @@ class Plan:
         if mask is not None:
             inputs.append(mask_values(mask, self.kind, self.extents))
         inputs += limits.values(4 + (self.kind.group > 1))
-        [y] = self.run(inputs)
-        return y if self.output is None else y.as_strided(*self.output)
+        if sinks is not None:
+            inputs.append(sink_values(sinks, self.kind))
+        y, *sums = self.run(inputs)
+        y = y if self.output is None else y.as_strided(*self.output)
+        return (y, sums[0].view(query.shape[:3])) if sums else y
 
 
 def _limited(lengths: Maybe, limit: int, query: torch.Tensor) -> torch.Tensor:
@@ -198,24 +207,33 @@ def attend(
     ends: Maybe = None,
     window: bool = False,
     mask: Maybe = None,
-) -> torch.Tensor:
-    """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`."""
+    sinks: Maybe = None,
+    sums: bool = False,
+) -> Any:
+    """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`.
+
+    The result; with ``sums`` a pair, the second the logarithms of the sums of rows.
+    """
     others, own = (page_table, query_norm, key_norm), Limits(starts, ends, window)
     key_facts = (
         *facts(query), *facts(key), *facts(value), *facts(key_lengths),
         *(f for t in others if t is not None for f in facts(t)),
         page_table is None, query_norm is None, causal, scale, eps, TABLE.changes,
         *(f for t, _ in own.given for f in facts(t)), own.starts is None, own.window,
-        *(() if mask is None else facts(mask)),
+        *(() if mask is None else facts(mask)), None if sinks is None else facts(sinks), sums,
     )  # fmt: skip
     plan = _plans.get(key_facts)
     if plan is None:
-        request = Request(query, key, value, key_lengths, *others, causal, scale, eps, mask, own)
+        request = Request(
+            query, key, value, key_lengths, *others, causal, scale, eps, mask, own, False, sinks,
+            sums,
+        )  # fmt: skip
         check(request)
         if 0 in (query.numel(), value.numel(), request.positions):
-            return torch.zeros_like(result_of(request))
+            nothing = torch.zeros_like(result_of(request))
+            return (nothing, sums_of_nothing(request)) if sums else nothing
         plan = _plans.made(key_facts, lambda: _plan(request))
-    return plan(query, key, value, key_lengths, others, mask, own)
+    return plan(query, key, value, key_lengths, others, mask, own, sinks)
 
 
 def facts(t: Maybe) -> tuple[object, ...]:
@@ -229,6 +247,12 @@ def result_of(r: Request) -> torch.Tensor:
     if order_of(r.query) is Order.TOKENS:
         return r.query.new_empty((b, n, h, r.value.shape[-1])).transpose(1, 2)
     return r.query.new_empty((b, h, n, r.value.shape[-1]))
+
+
+def sums_of_nothing(r: Request) -> torch.Tensor:
+    """The logarithms of the sums of rows that see no key, ``[B, H, L]``: those of the sinks."""
+    sums = torch.full(r.query.shape[:3], -inf, dtype=torch.float32, device=r.query.device)
+    return sums if r.sinks is None else r.sinks.float()[:, None].expand_as(sums).contiguous()
 
 
 # ------------------------------------------------------------------------------------------ plans
@@ -341,6 +365,8 @@ def kind_of(r: Request, order: Order, key: Stored, value: Stored, lengths: bool)
         eps=r.eps if (r.query_norm is not None or r.key_norm is not None) else 0.0,
         mask=None if r.mask is None else _mask_kind(r, r.mask),
         limits=r.limits.kinds(),
+        sums=r.sums,
+        sinks=r.sinks is not None,
     )
 
 
@@ -352,6 +378,11 @@ def _mask_kind(r: Request, mask: torch.Tensor) -> MaskKind:
     batch, heads, rows = ([False] * (4 - mask.dim()) + differs)[:3]
     dtype = as_dtype(r.query.dtype if hides else mask.dtype)
     return MaskKind(dtype, hides, batch, heads, rows, r.mask_gradient)
+
+
+def sink_values(sinks: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """The logits of query heads ``[H]`` as kernels read them."""
+    return sinks.float().contiguous().view(sink_shape(kind))
 
 
 def mask_values(mask: torch.Tensor, kind: Kind, extents: Extents) -> torch.Tensor:
@@ -408,6 +439,24 @@ def check(r: Request) -> None:
             )
     if r.mask is not None:
         _check_mask(r, r.mask)
+    if r.sinks is not None:
+        _check_sinks(r, r.sinks)
+
+
+def _check_sinks(r: Request, sinks: torch.Tensor) -> None:
+    """Refuse sinks that are no number for each query head."""
+    if tuple(sinks.shape) != (r.query.shape[1],):
+        raise ShapeError(
+            f"{r.call}: sinks has shape {list(sinks.shape)}, must be [{r.query.shape[1]}], a logit "
+            "for each query head"
+        )
+    if sinks.dtype not in (torch.float32, r.query.dtype):
+        raise DTypeError(f"{r.call}: sinks is {sinks.dtype}; use {r.query.dtype} or torch.float32")
+    if sinks.device != r.query.device:
+        raise DeviceError(
+            f"{r.call}: sinks is on {sinks.device}, query on {r.query.device}; move all to one "
+            "device"
+        )
 
 
 def _check_mask(r: Request, mask: torch.Tensor) -> None:
@@ -415,7 +464,7 @@ def _check_mask(r: Request, mask: torch.Tensor) -> None:
     whole = (r.query.shape[0], r.query.shape[1], r.query.shape[2], r.positions)
     own = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     fits = all(n in (1, m) for n, m in zip(own, whole, strict=False))
-    if mask.dim() not in (2, 3, 4) or not fits or own[-1] != whole[-1]:
+    if mask.dim() not in (1, 2, 3, 4) or not fits or own[-1] != whole[-1]:
         raise ShapeError(
             f"{r.call}: attn_mask has shape {list(mask.shape)}; it must broadcast to "
             f"{list(whole)}, with a last extent of {whole[-1]}"
@@ -489,7 +538,7 @@ def _check_integers(r: Request) -> None:
         meaning = "[B, L] or [1, L], a key of each row" + lower * ", or [B], one of each sequence"
         _check_int32(r, name, t, meaning)
         rows = ((batch, r.query.shape[2]), (1, r.query.shape[2]))
-        if tuple(t.shape) not in (*rows, *([(batch,)] if lower else [])):
+        if tuple(t.shape) not in (*rows, *([(batch,)] if lower or r.limits.window else [])):
             raise ShapeError(f"{r.call}: {name} has shape {list(t.shape)}, must be {meaning}")
     if lengths is not None:
         _check_int32(r, "key_lengths", lengths, "[B], the number of keys of each sequence")

@@ -10,7 +10,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.function import once_differentiable
 
-from cutesuper.errors import ShapeError
+from cutesuper.autodiff.gradient import Split
+from cutesuper.errors import LoweringError, ScheduleError, SearchError, ShapeError
+from cutesuper.ir.dims import open_size
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
@@ -25,6 +27,8 @@ from cutesuper.torch.ops.attention.score_functions import (
     ScoreMod,
     Traced,
     indices_of,
+    opened,
+    passes_of,
     program_of,
     traced,
 )
@@ -117,13 +121,14 @@ class Passes:
     """The execution of both passes of one kind of call: they take inputs of the graphs."""
 
     program: Program
+    split: Split
     forward: Runner
     backward: Runner
 
 
 _traced: WeakKeyDictionary[Any, dict[Any, Traced]] = WeakKeyDictionary()
 _passes: Kept[tuple[object, ...], Passes] = Kept(KEPT_PLANS)
-_kernels: Kept[str, tuple[Runner, Runner]] = Kept(KEPT_KINDS)
+_kernels: Kept[str, tuple[Runner, Runner] | None] = Kept(KEPT_KINDS)
 
 
 def _function(score_mod: ScoreMod, call: Call, device: torch.device) -> Traced:
@@ -134,14 +139,32 @@ def _function(score_mod: ScoreMod, call: Call, device: torch.device) -> Traced:
     return known[key]
 
 
-def _made(program: Program, device: torch.device) -> Passes:
-    both = program.split
-    if device.type in KERNEL_DEVICES:
-        key = dumps(both.forward) + dumps(both.backward)
-        runners = _kernels.made_on(device, key, "flex_attention", lambda: compiled(both))
-    else:
-        runners = _reference(both.forward), _reference(both.backward)
-    return Passes(program, *runners)
+def _made(program: Program, call: Call, device: torch.device) -> Passes:
+    """The passes of a program, by kernels for any numbers of rows and keys if there are any."""
+    graph = opened(program, call)
+    found = _runners(passes_of(program, graph), device) or _runners(
+        passes_of(program, program.graph), device
+    )
+    assert found is not None  # kernels for just these extents, or an error
+    return Passes(program, *found)
+
+
+def _runners(both: Split, device: torch.device) -> tuple[Split, Runner, Runner] | None:
+    """What runs both passes; None if no kernels take all extents."""
+    if device.type not in KERNEL_DEVICES:
+        return both, _reference(both.forward), _reference(both.backward)
+    key = dumps(both.forward) + dumps(both.backward)
+    runners = _kernels.made_on(device, key, "flex_attention", lambda: _compiled(both))
+    return None if runners is None else (both, *runners)
+
+
+def _compiled(both: Split) -> tuple[Runner, Runner] | None:
+    try:
+        return compiled(both)
+    except (SearchError, LoweringError, ScheduleError):
+        if any(open_size(n.shape) for n in both.forward.nodes):
+            return None
+        raise
 
 
 def _reference(graph: KernelGraph) -> Runner:
@@ -154,7 +177,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passes: Passes, names: Sequence[str], *tensors: torch.Tensor) -> Any:
         values = dict(zip(names, tensors, strict=True))
-        both = passes.program.split
+        both = passes.split
         made = passes.forward(_inputs(both.forward, values))
         out, lse = made[0], made[both.saved["lse"]]
         ctx.passes, ctx.names = passes, names
@@ -165,7 +188,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: torch.Tensor, _: Any) -> Any:  # pyright: ignore
-        both = ctx.passes.program.split
+        both = ctx.passes.split
         *tensors, out, lse = ctx.saved_tensors
         values = dict(zip(ctx.names, tensors, strict=True)) | {"out": out, "lse": lse}
         [name] = both.cotangents
@@ -179,6 +202,7 @@ def _inputs(graph: KernelGraph, values: dict[str, torch.Tensor]) -> list[torch.T
     return [values[graph.nodes[i].name] for i in graph.inputs]
 
 
+@torch.compiler.disable
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -199,7 +223,9 @@ def flex_attention(
         value: ``[B, Hkv, S, Dv]``.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, the changed score. It is called with
             all scores ``[B, Hq, L, S]`` and indices that broadcast to them, and traced at the first
-            call with these extents: numbers that it reads are those of that call. Tensors that it
+            call with these extents: numbers that it reads are those of that call. Kernels are for
+            any L and S of a class, unless tensors of which some repeat over rows or keys have
+            gradients. Tensors that it
             reads are read at every call; for the gradients of those that require one, the gradients
             of all scores are stored and added up.
         block_mask: of ``create_block_mask``; keys that its ``mask_mod`` hides do not count, and
@@ -230,7 +256,9 @@ def flex_attention(
     given = {} if function is None else function.values(indices_of(call, query.device))
     learned = frozenset(name for name, t in given.items() if t.requires_grad)
     kind = (call, score_mod, learned, query.device, TABLE.changes)
-    passes = _passes.made(kind, lambda: _made(program_of(call, function, learned), query.device))
+    passes = _passes.made(
+        kind, lambda: _made(program_of(call, function, learned), call, query.device)
+    )
     out, lse = _Attention.apply(passes, *_tensors(request, call, passes, given, hidden))
     out = out.view(*query.shape[:3], value.shape[3])
     return (out, lse.view(query.shape[:3])) if return_lse else out

@@ -20,7 +20,7 @@ import torch
 from cutesuper.autodiff.gradient import Split, split
 from cutesuper.errors import GraphError, LoweringError, ScheduleError, SearchError
 from cutesuper.ir.evaluate import run_reference
-from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
 from cutesuper.torch.ops.attention.calls import (
@@ -35,6 +35,8 @@ from cutesuper.torch.ops.attention.calls import (
     mask_values,
     memory_of,
     result_of,
+    sink_values,
+    sums_of_nothing,
 )
 from cutesuper.torch.ops.attention.kind import (
     KEPT_KINDS,
@@ -72,24 +74,29 @@ class Passes:
     def keep(self, r: Request) -> list[torch.Tensor]:
         """The result as the graph has it, and the logarithms."""
         made = self.forward(self._values(self.split.forward, self._given(r)))
-        return [made[0], made[self.split.saved["lse"]]]
+        return made[:2]
 
     def gradients(self, r: Request, kept: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory.
-        And that of the mask, which is empty if it has none.
 
-        ``kept``: the result, the logarithms and the cotangent, by name.
+        And those of the mask and of the sinks, which are empty if there are none.
+
+        ``kept``: the result, the logarithms and their cotangents, by name.
         """
-        values = self._given(r) | {"lse": kept["lse"]}
-        [cotangent] = self.split.cotangents
-        for name, t in (("out", kept["out"]), (cotangent, kept["cotangent"])):
+        result, sums = _kept_names(self.split)
+        values = self._given(r) | {sums: kept["lse"]}
+        of_result, *of_sums = sorted(self.split.cotangents, key=self.split.cotangents.__getitem__)
+        for name, t in ((result, kept["out"]), (of_result, kept["cotangent"])):
             values[name] = self._in_order(t)
+        for name in of_sums:
+            values[name] = kept["lse_cotangent"].contiguous().view(kept["lse"].shape)
         made = self.backward(self._values(self.split.backward, values))
         found = {name: made[int(n)] for name, n in self.split.gradients.items()}
         orders = self.kind.query_order, self.kind.key_order, self.kind.value_order
         sides = zip(_TENSORS, (r.query, r.key, r.value), orders, strict=True)
         own = (_logical(found[name], side, order) for name, side, order in sides)
-        return [*own, _mask_gradient(r, found.get("mask"))]
+        of_sinks = _sink_gradient(r, kept, found.get("delta"))
+        return [*own, _mask_gradient(r, found.get("mask")), of_sinks]
 
     def _given(self, r: Request) -> dict[str, torch.Tensor]:
         orders = self.kind.query_order, self.kind.key_order, self.kind.value_order
@@ -102,6 +109,8 @@ class Passes:
             found["lengths"] = r.key_lengths
         if r.mask is not None:
             found["mask"] = mask_values(r.mask, self.kind, self.extents)
+        if r.sinks is not None:
+            found["sinks"] = sink_values(r.sinks, self.kind)
         names = ("starts" if lower else "ends" for _, lower in r.limits.given)
         return found | dict(zip(names, r.limits.values(len(self.memory[0])), strict=True))
 
@@ -122,6 +131,17 @@ def _mask_gradient(r: Request, found: Maybe) -> torch.Tensor:
     return torch.zeros_like(r.mask) if found is None else found.view(r.mask.shape)
 
 
+def _sink_gradient(r: Request, kept: dict[str, torch.Tensor], delta: Maybe) -> torch.Tensor:
+    """The gradient of the sinks: the sum of ``exp(sink - lse) (dlse - delta)`` over sequences and
+    rows, always in one order; an empty tensor if there are none."""
+    if r.sinks is None:
+        return r.query.new_empty(0)
+    given = (kept.get("lse_cotangent"), delta)
+    added, taken = (0.0 if t is None else t.view(r.query.shape[:3]) for t in given)
+    share = (r.sinks.float()[:, None] - kept["lse"].view(r.query.shape[:3])).exp()
+    return (share * (added - taken)).sum((0, 2)).to(r.sinks.dtype)
+
+
 def _stored(t: torch.Tensor, order: Order) -> torch.Tensor:
     """A tensor ``[B, H, S, D]`` with its dimensions in the order of memory."""
     return t if order is Order.HEADS else t.transpose(1, 2)
@@ -137,13 +157,14 @@ def _logical(t: torch.Tensor, like: torch.Tensor, order: Order) -> torch.Tensor:
 
 _passes: Kept[tuple[object, ...], Passes] = Kept(KEPT_PLANS)
 _kernels: Kept[Kind, tuple[Split, Runner, Runner] | None] = Kept(KEPT_KINDS)
+_references: Kept[tuple[Kind, int], tuple[Split, Runner, Runner]] = Kept(KEPT_KINDS)
 
 
 def _passes_of(r: Request) -> Passes:
     key = (
         *facts(r.query), *facts(r.key), *facts(r.value), *facts(r.key_lengths), *facts(r.mask),
         *facts(r.limits.starts), *facts(r.limits.ends), r.limits.window, r.mask_gradient, r.causal,
-        r.scale, TABLE.changes,
+        r.scale, r.sinks is None, r.sums, TABLE.changes,
     )  # fmt: skip
     return _passes.made(key, lambda: _made(r))
 
@@ -168,15 +189,50 @@ def _made(r: Request) -> Passes:
 def _runners(kind: Kind, device: torch.device) -> tuple[Split, Runner, Runner] | None:
     """The graphs of both passes and their runners; None if no kernels take all extents."""
     if device.type not in KERNEL_DEVICES:
-        both = _graphs(kind)
-        return both, _reference(kind, both.forward), _reference(kind, both.backward)
+        return _references.made((kind, TABLE.changes), lambda: _by_reference(kind))
     return _kernels.made_on(device, kind, "attention", lambda: _compiled(kind))
 
 
+def _by_reference(kind: Kind) -> tuple[Split, Runner, Runner]:
+    both = _graphs(kind)
+    return both, _reference(kind, both.forward), _reference(kind, both.backward)
+
+
 def _graphs(kind: Kind) -> Split:
+    """The graphs of both passes.
+
+    With sinks the backward pass is that without them, from the logarithms of the sums that they
+    have joined; it also returns delta, of which their gradient is made.
+    """
     learned = kind.mask is not None and kind.mask.gradient
     wrt = (*_TENSORS, "mask") if learned else _TENSORS
-    return split(graph_of(kind), wrt, save=["out", "lse"])
+    graph = graph_of(replace(kind, sinks=False))
+    outputs = [graph.tensor(i) for i in graph.outputs]
+    both = split(graph, wrt, save=outputs if kind.sums else ["out", "lse"])
+    if not kind.sinks:
+        return both
+    g = both.backward
+    g.mark_output(_products_of_rows(both), "float32")
+    places = both.gradients | {"delta": len(g.outputs) - 1}
+    return both._replace(forward=graph_of(replace(kind, sums=True)), gradients=places)
+
+
+def _products_of_rows(both: Split) -> Tensor:
+    """The sums of ``dO * O`` along the rows, which the backward pass computes."""
+    g, (result, _) = both.backward, _kept_names(both)
+    wanted = {result, *(name for name, place in both.cotangents.items() if place == 0)}
+    names: list[set[str]] = []
+    for i, n in enumerate(g.nodes):
+        names.append({n.name} if i in g.inputs else set().union(*(names[j] for j in n.inputs)))
+        if names[i] == wanted and n.facets.sums:
+            return g.tensor(i)
+    raise AssertionError("the derivative of a softmax has these sums")
+
+
+def _kept_names(both: Split) -> list[str]:
+    """The names of the result and of the logarithms of the sums of rows in the backward pass, which
+    are the first outputs of the forward pass."""
+    return sorted(both.saved, key=both.saved.__getitem__)
 
 
 def compiled(both: Split) -> tuple[Runner, Runner]:
@@ -215,7 +271,7 @@ def _reference(kind: Kind, graph: KernelGraph) -> Runner:
 _library = torch.library.Library("cutesuper", "FRAGMENT")
 _OPTIONS = (
     "bool is_causal, float? scale, Tensor? key_starts=None, Tensor? key_ends=None, "
-    "bool is_window=False, bool mask_gradient=False"
+    "bool is_window=False, bool mask_gradient=False, Tensor? sinks=None, bool sums=False"
 )
 _SIDES = "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? attn_mask"
 _library.define(
@@ -223,8 +279,8 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    f"attention_backward(Tensor cotangent, {_SIDES}, Tensor result, Tensor lse, {_OPTIONS}) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
+    "attention_backward(Tensor cotangent, Tensor? lse_cotangent, "
+    f"{_SIDES}, Tensor result, Tensor lse, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -232,12 +288,13 @@ _library.define(
 def _request(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Maybe, mask: Maybe,
     causal: bool, scale: float | None, starts: Maybe = None, ends: Maybe = None,
-    window: bool = False, mask_gradient: bool = False,
+    window: bool = False, mask_gradient: bool = False, sinks: Maybe = None, sums: bool = False,
 ) -> Request:  # fmt: skip
     own = Limits(starts, ends, window)
     request = Request(
-        query, key, value, lengths, None, None, None, causal, scale, 0.0, mask, own, mask_gradient
-    )
+        query, key, value, lengths, None, None, None, causal, scale, 0.0, mask, own, mask_gradient,
+        sinks, sums,
+    )  # fmt: skip
     check(request)
     return request
 
@@ -257,18 +314,22 @@ def _sums(r: Request) -> torch.Tensor:
 def _keep(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     request = _request(*args)
     if _is_empty(request):
-        return torch.zeros_like(result_of(request)), _sums(request).zero_()
+        none = sums_of_nothing(request).view_as(_sums(request))
+        return torch.zeros_like(result_of(request)), none
     passes = _passes_of(request)
     y, lse = passes.keep(request)
     return _logical(y, result_of(request), passes.kind.query_order), lse
 
 
-def _pull_back(cotangent: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+def _pull_back(cotangent: torch.Tensor, of_sums: Maybe, *args: Any) -> tuple[torch.Tensor, ...]:
     given, (result, lse), options = args[:5], args[5:7], args[7:]
     request = _request(*given, *options)
-    if _is_empty(request):
-        return (*(torch.zeros_like(t) for t in given[:3]), _mask_gradient(request, None))
     kept = {"out": result, "lse": lse, "cotangent": cotangent.to(result.dtype)}
+    if of_sums is not None:
+        kept["lse_cotangent"] = of_sums.float()
+    if _is_empty(request):
+        none = _mask_gradient(request, None), _sink_gradient(request, kept, None)
+        return (*(torch.zeros_like(t) for t in given[:3]), *none)
     return tuple(_passes_of(request).gradients(request, kept))
 
 
@@ -277,27 +338,37 @@ def _fake_keep(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return result_of(request), _sums(request)
 
 
-def _fake_pull_back(cotangent: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+def _fake_pull_back(
+    cotangent: torch.Tensor, of_sums: Maybe, *args: Any
+) -> tuple[torch.Tensor, ...]:
     request = _request(*args[:5], *args[7:])
-    return (*(torch.empty_like(t) for t in args[:3]), _mask_gradient(request, None))
+    sinks = args[0].new_empty(0) if request.sinks is None else torch.empty_like(request.sinks)
+    return (*(torch.empty_like(t) for t in args[:3]), _mask_gradient(request, None), sinks)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    causal, scale, starts, ends, *ctx.flags = inputs[5:]
+    causal, scale, starts, ends, *ctx.flags, sinks, ctx.sums = inputs[5:]
     ctx.options = causal, scale
-    ctx.mark_non_differentiable(output[1])
+    if not ctx.sums:
+        ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:5], *output, starts, ends)
+    ctx.save_for_backward(*inputs[:5], *output, starts, ends, sinks)
 
 
-def _differentiate(ctx: Any, cotangent: Maybe, _: Maybe) -> tuple[Maybe, ...]:
-    if cotangent is None:
-        return (None,) * 11
-    *tensors, starts, ends = ctx.saved_tensors
-    *made, bias = torch.ops.cutesuper.attention_backward.default(
-        cotangent, *tensors, *ctx.options, starts, ends, *ctx.flags
+def _differentiate(ctx: Any, cotangent: Maybe, of_sums: Maybe) -> tuple[Maybe, ...]:
+    if cotangent is None and of_sums is None:
+        return (None,) * 13
+    *tensors, starts, ends, sinks = ctx.saved_tensors
+    result, lse = tensors[5:7]
+    cotangent = torch.zeros_like(result) if cotangent is None else cotangent
+    if ctx.sums:
+        of_sums = torch.zeros_like(lse) if of_sums is None else of_sums
+    *made, bias, of_sinks = torch.ops.cutesuper.attention_backward.default(
+        cotangent, of_sums, *tensors, *ctx.options, starts, ends, *ctx.flags, sinks, ctx.sums
     )
-    return (*made, None, bias if ctx.needs_input_grad[4] else None, *(None,) * 6)
+    bias = bias if ctx.needs_input_grad[4] else None
+    of_sinks = of_sinks if sinks is not None and sinks.requires_grad else None
+    return (*made, None, bias, *(None,) * 6, of_sinks, None)
 
 
 def _differentiate_twice(ctx: Any, *cotangents: Maybe) -> Any:
@@ -333,9 +404,13 @@ def attention_kept(
     causal: bool,
     scale: float | None,
     limits: Limits,
-) -> torch.Tensor:
-    """The result of attention, recorded by autograd."""
+    sinks: Maybe = None,
+    sums: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of attention, recorded by autograd, and the logarithms of the sums ``[B, H, L]``,
+    which are recorded with ``sums``."""
     needed = mask is not None and mask.requires_grad
-    own = limits.starts, limits.ends, limits.window, needed
+    own = limits.starts, limits.ends, limits.window, needed, sinks, sums
     kept = torch.ops.cutesuper.attention_kept.default
-    return kept(*sides, lengths, mask, causal, scale, *own)[0]
+    y, lse = kept(*sides, lengths, mask, causal, scale, *own)
+    return y, lse.view(sides[0].shape[:3])

@@ -91,6 +91,8 @@ class Kind:
         query_norm, key_norm: whether heads are normalized, with ``eps``.
         mask: a tensor that meets the scores.
         limits: tensors of limits.
+        sums: whether the logarithms of the sums of rows are a second output.
+        sinks: whether each query head has a logit that joins these sums.
     """
 
     batch: int
@@ -115,6 +117,8 @@ class Kind:
     eps: float = 1e-6
     mask: MaskKind | None = None
     limits: tuple[LimitKind, ...] = ()
+    sums: bool = False
+    sinks: bool = False
 
     @property
     def open(self) -> bool:
@@ -141,12 +145,13 @@ def graph_of(kind: Kind) -> KernelGraph:
     """The kernel graph of attention.
 
     Inputs, those that exist: query, key, value, lengths, table, query_norm, key_norm, mask,
-    starts, ends, in their order in memory. G query heads for each of H heads are ``[B, H, G, L,
-    D]``, keys then ``[B, H, 1, S, D]``. The output is stored in the query's order.
+    starts, ends, sinks, in their order in memory. G query heads for each of H heads are ``[B, H, G,
+    L, D]``, keys then ``[B, H, 1, S, D]``. The output is stored in the query's order; the
+    logarithms of the sums of rows are ``[B, H, G, L, 1]``, float32.
     """
     g = new_kernel_graph()
     b: Dim = Symbol("B", kind.batch) if kind.any_batch else kind.batch
-    many = (kind.heads, kind.group) if kind.group > 1 else (kind.heads,)
+    many = _heads(kind)
     single = (kind.heads, 1) if kind.group > 1 else (kind.heads,)
     sides = (
         ("query", many, kind.rows, kind.dim, kind.query_order),
@@ -169,25 +174,47 @@ def graph_of(kind: Kind) -> KernelGraph:
     if kind.key_norm:
         weight = g.new_input((kind.dim,), dtype=kind.dtype, name="key_norm")
         key = g.rms_norm(key, weight, eps=kind.eps)
-    if kind.mask is not None or kind.limits:
-        y = _masked(g, kind, (query, key, value), lengths)
+    sums: Tensor | None = None
+    if kind.mask is not None or kind.limits or kind.sums or kind.sinks:
+        scores = _scores(g, kind, query, key, lengths)
+        y = g.matmul(g.softmax(scores), value)
+        sums = g.logsumexp(scores) if kind.sums or kind.sinks else None
+        if kind.sinks and sums is not None:
+            y, sums = _with_sinks(g, kind, y, sums)
     else:
         y = g.scaled_dot_product_attention(query, key, value, kind.causal, kind.scale, lengths)
     if kind.query_order is Order.TOKENS:
         n = len(y.shape)
         y = g.transpose(y, (0, n - 2, *range(1, n - 2), n - 1))
     g.mark_output(y)
+    if sums is not None and kind.sums:
+        g.mark_output(sums, "float32")
     return g
 
 
-def _masked(
-    g: KernelGraph,
-    kind: Kind,
-    sides: tuple[Tensor, Tensor, Tensor],
-    lengths: Tensor | None,
+def _with_sinks(g: KernelGraph, kind: Kind, y: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Results and logarithms of sums with a logit more for each row. Where a row sees no key, the
+    logarithm is the logit, and the result is still 0."""
+    sinks = g.new_input(sink_shape(kind), "float32", "sinks")
+    top = g.maximum(sums, sinks)
+    total = g.add(g.exp(g.sub(sums, top)), g.exp(g.sub(sinks, top)))
+    return g.mul(y, g.sigmoid(g.sub(sums, sinks))), g.add(top, g.log(total))
+
+
+def sink_shape(kind: Kind) -> tuple[int, ...]:
+    """Extents of the sinks, as kernel graphs have them."""
+    return (1, *_heads(kind), 1, 1)
+
+
+def _heads(kind: Kind) -> tuple[int, ...]:
+    """The extents of query heads in the graph."""
+    return (kind.heads, kind.group) if kind.group > 1 else (kind.heads,)
+
+
+def _scores(
+    g: KernelGraph, kind: Kind, query: Tensor, key: Tensor, lengths: Tensor | None
 ) -> Tensor:
-    """Attention with tensors that meet the scores, or limit them."""
-    query, key, value = sides
+    """Scores with tensors that meet or limit them."""
     scale = kind.dim**-0.5 if kind.scale is None else kind.scale
     scores = g.mul(g.matmul(query, g.transpose(key)), scale)
     if (mask := kind.mask) is not None:
@@ -202,7 +229,7 @@ def _masked(
         name = "starts" if limit.lower else "ends"
         bound = g.new_input(limit_shape(limit, scores.shape), "int32", name)
         scores = g.limit_mask(scores, bound, limit.lower, limit.window)
-    return g.matmul(g.softmax(scores), value)
+    return scores
 
 
 def limit_shape(limit: LimitKind, scores: Sequence[Dim]) -> tuple[Dim, ...]:
@@ -217,7 +244,7 @@ def mask_shape(kind: Kind, mask: MaskKind, scores: Sequence[Dim]) -> tuple[Dim, 
 
     ``scores``: those of the scores, of which the first (sequences) and the last two are read.
     """
-    own = (kind.heads, kind.group) if kind.group > 1 else (kind.heads,)
+    own = _heads(kind)
     heads = own if mask.heads else (1,) * len(own)
     return (scores[0] if mask.batch else 1, *heads, scores[-2] if mask.rows else 1, scores[-1])
 

@@ -35,15 +35,18 @@ _TENSORS = (
 _NUMBERS = ("is_causal", "scale", "norm_eps")
 
 _library = torch.library.Library("cutesuper", "FRAGMENT")
-_library.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? page_table, "
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? page_table, "
     "Tensor? query_norm_weight, Tensor? key_norm_weight, bool is_causal, float? scale, "
     "float norm_eps, Tensor? key_starts=None, Tensor? key_ends=None, bool is_window=False, "
-    "Tensor? attn_mask=None) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, _STRIDES),
+    "Tensor? attn_mask=None, Tensor? sinks=None"
 )
-_library.impl("attention", attend, "CPU")
-_library.impl("attention", attend, "CUDA")
+_TAGS = torch.Tag.pt2_compliant_tag, _STRIDES
+_library.define(f"attention({_ARGUMENTS}) -> Tensor", tags=_TAGS)
+_library.define(f"attention_and_sums({_ARGUMENTS}) -> (Tensor, Tensor)", tags=_TAGS)
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention", attend, _device)
+    _library.impl("attention_and_sums", lambda *args: attend(*args, sums=True), _device)
 
 
 def _fake(
@@ -61,16 +64,22 @@ def _fake(
     key_ends: Maybe = None,
     is_window: bool = False,
     attn_mask: Maybe = None,
+    sinks: Maybe = None,
 ) -> torch.Tensor:
     request = Request(
         query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight, is_causal,
-        scale, norm_eps, attn_mask, Limits(key_starts, key_ends, is_window),
+        scale, norm_eps, attn_mask, Limits(key_starts, key_ends, is_window), False, sinks,
     )  # fmt: skip
     check(request)
     return result_of(request)
 
 
+def _fake_with_sums(query: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake(query, *args), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
 torch.library.register_fake("cutesuper::attention", _fake, lib=_library)
+torch.library.register_fake("cutesuper::attention_and_sums", _fake_with_sums, lib=_library)
 
 
 def attention(
@@ -88,10 +97,12 @@ def attention(
     query_norm_weight: torch.Tensor | None = None,
     key_norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
-    window: int | None = None,
+    window: Window | None = None,
     key_starts: torch.Tensor | None = None,
     key_ends: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
     """``softmax(query key^T * scale) value``, like PyTorch's ``scaled_dot_product_attention``.
 
     CUDA tensors run kernels that are searched for at the first call with a kind of arguments
@@ -129,18 +140,26 @@ def attention(
             cached need none.
         norm_eps: for these.
         window: with ``is_causal``: a row sees the last ``window`` of the keys that it would see.
-            Tiles of keys in front of all windows are not loaded.
+            Or ``(left, right)``: so many keys before and behind the last one that it would see,
+            None for all, causal or not. Tiles of keys outside of all windows are not loaded.
         key_starts: int32 ``[B]``, as for padding on the left, or ``[B, L]`` or ``[1, L]``, a number
             for each row: keys in front of it are not seen, and not loaded where no row of a tile
             sees them. Those that are must be finite. Numbers of rows must not fall from one row to
             the next, which is not checked; `packed_limits` makes those of sequences in a row.
         key_ends: int32 ``[B, L]`` or ``[1, L]``: keys from there on are not seen, likewise.
+        sinks: ``[Hq]``, of float32 or the query's type, finite: a logit of each query head that
+            joins the sum of every row, as if there were one key more whose value is 0 (attention
+            sinks, as in GPT-OSS). They have a gradient.
+        return_lse: also return the logarithm of the sum of each row, with its gradient. Of a row
+            that sees no key it is -inf, or the sink.
 
     Returns:
-        ``[B, Hq, L, Dv]``, stored in the order of the query.
+        ``[B, Hq, L, Dv]``, stored in the order of the query; with ``return_lse`` a pair, the second
+        float32 ``[B, Hq, L]``.
 
     Raises:
-        OperatorError: dropout; a window without ``is_causal``; an option that is not a number.
+        OperatorError: dropout; a number as a window without ``is_causal``; an option that is not a
+            number.
         GraphError: a tensor requires a gradient, and there are pages.
         ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
@@ -161,7 +180,7 @@ def attention(
         limits = Limits(key_starts, key_ends)
         if window is not None:
             limits = _in_window(window, query, key_lengths, is_causal, limits)
-        records = _records(tensors, attn_mask)
+        records = _records(tensors, attn_mask, sinks)
         if records:
             tensors = _normalized(tensors, norm_eps)
         if (records or attn_mask is not None) and _is_one_key(key, page_table):
@@ -169,8 +188,13 @@ def attention(
             is_causal = is_causal and key_lengths is not None
             numbers = (is_causal, scale, norm_eps)
         if records:
-            return attention_kept(tensors[:3], tensors[3], attn_mask, is_causal, scale, limits)
-        own = limits.starts, limits.ends, limits.window, attn_mask
+            both = attention_kept(
+                tensors[:3], tensors[3], attn_mask, is_causal, scale, limits, sinks, return_lse
+            )
+            return both if return_lse else both[0]
+        own = limits.starts, limits.ends, limits.window, attn_mask, sinks
+        if return_lse:
+            return torch.ops.cutesuper.attention_and_sums.default(*tensors, *numbers, *own)
         return torch.ops.cutesuper.attention.default(*tensors, *numbers, *own)
     except (AttributeError, RuntimeError) as error:
         if not isinstance(error, CutesuperError):  # PyTorch's, about arguments of another kind
@@ -212,24 +236,49 @@ def _with_a_hidden_key(tensors: tuple[Any, ...], mask: Maybe) -> tuple[tuple[Any
     return (query, key, value, lengths, *others), mask
 
 
+Window = int | tuple[int | None, int | None]
+
+
 def _in_window(
     window: Any, query: torch.Tensor, lengths: Maybe, causal: bool, limits: Limits
 ) -> Limits:
     """The limits of a window, together with others. Raises OperatorError."""
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1 or not causal:
-        raise OperatorError(
-            f"attention(window={shown(window)}, is_causal={shown(causal)}): a window is the number "
-            "of the last keys that a causal row sees, at least 1"
-        )
+    left, right = _sides("attention", window, causal)
     batch, rows = query.shape[0], query.shape[2]
     options: dict[str, Any] = {"dtype": torch.int32, "device": query.device}
     ends = torch.full((batch,), rows, **options) if lengths is None else lengths
-    last = ends - window
-    if limits.starts is None:
-        return replace(limits, starts=last, window=True)
-    each = last[:, None] + torch.arange(1 - rows, 1, **options)
-    starts = limits.starts if limits.starts.dim() == 2 else limits.starts[:, None]
-    return replace(limits, starts=torch.maximum(each, starts))
+    starts = limits.starts
+    if right is not None and left is None and starts is not None and starts.dim() == 1:
+        limits = replace(limits, starts=starts[:, None].expand(-1, rows).contiguous())
+    if left is not None:
+        limits = _limited(limits, "starts", ends - 1 - left, rows)
+    return limits if right is None else _limited(limits, "ends", ends + right, rows)
+
+
+def _sides(call: str, window: Any, causal: bool) -> tuple[int | None, int | None]:
+    """The keys that a row sees before and behind its own, None for all. Raises OperatorError."""
+    last = isinstance(window, int) and not isinstance(window, bool) and window >= 1 and causal
+    if last:
+        return window - 1, None
+    both = window if isinstance(window, list | tuple) and len(window) == 2 else (-1, -1)
+    if any(n is not None and (type(n) is not int or n < 0) for n in both):
+        raise OperatorError(
+            f"{call}(window={shown(window)}, is_causal={shown(causal)}): a window is the number "
+            "of the last keys that a causal row sees, at least 1; or how many a row sees before "
+            "and behind its own, (left, right), each from 0, or None for all"
+        )
+    return both[0], None if causal else both[1]
+
+
+def _limited(limits: Limits, name: str, last: torch.Tensor, rows: int) -> Limits:
+    """Limits with one more that rises by 1 from row to row, up to ``last[B]``."""
+    given = getattr(limits, name)
+    if given is None:
+        return replace(limits, **{name: last}, window=True)
+    each = last[:, None] + torch.arange(1 - rows, 1, dtype=torch.int32, device=last.device)
+    given = given if given.dim() == 2 else given[:, None]
+    meet = torch.maximum if name == "starts" else torch.minimum
+    return replace(limits, **{name: meet(each, given)})
 
 
 def packed_limits(
@@ -238,7 +287,7 @@ def packed_limits(
     *,
     rows: int,
     is_causal: bool = False,
-    window: int | None = None,
+    window: Window | None = None,
 ) -> dict[str, torch.Tensor]:
     """The limits of sequences that lie in a row, without padding between them.
     They are arguments of `attention`: ``attention(q, k, v, **packed_limits(cu_seqlens,
@@ -254,35 +303,33 @@ def packed_limits(
         cu_seqlens_k: the same for keys; None if they are those of the queries.
         rows: T.
         is_causal: the last query of a sequence sees its last key, and each one before it one less.
-        window: with ``is_causal``: a query sees the last ``window`` of these.
+        window: as in `attention`; the last query of a sequence is at its last key.
 
     Returns:
         ``key_starts`` and ``key_ends``, int32 ``[1, T]``.
 
     Raises:
-        OperatorError: a window without ``is_causal``.
+        OperatorError: a number as a window without ``is_causal``.
     """
-    if window is not None and not (is_causal and window >= 1):
-        raise OperatorError(
-            f"packed_limits(window={shown(window)}, is_causal={shown(is_causal)}): a window is the "
-            "number of the last keys that a causal row sees, at least 1"
-        )
+    left, right = (None, None) if window is None else _sides("packed_limits", window, is_causal)
     ends_q = cu_seqlens_q[1:].contiguous()
     row = torch.arange(rows, dtype=ends_q.dtype, device=ends_q.device)
     own = torch.searchsorted(ends_q, row, right=True).clamp(max=len(ends_q) - 1)
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     starts, ends = keys[:-1][own], keys[1:][own]
-    if is_causal:
-        ends = torch.minimum(ends, torch.maximum(ends - (ends_q[own] - 1 - row), starts))
-    if window is not None:
-        starts = torch.maximum(starts, ends - window)
+    place = ends - (ends_q[own] - row)
+    if is_causal or right is not None:
+        behind = place + 1 + (0 if right is None else right)
+        ends = torch.minimum(ends, torch.maximum(behind, starts))
+    if left is not None:
+        starts = torch.maximum(starts, torch.minimum(place - left, ends))
     return {"key_starts": starts.int()[None], "key_ends": ends.int()[None]}
 
 
-def _records(tensors: Sequence[Any], mask: Maybe) -> bool:
+def _records(tensors: Sequence[Any], mask: Maybe, sinks: Maybe) -> bool:
     """True if a gradient has to be recorded. Raises GraphError where none can be."""
     query, key, value, _, page_table, *weights = tensors
-    floats = (t for t in (query, key, value, *weights, mask) if t is not None)
+    floats = (t for t in (query, key, value, *weights, mask, sinks) if t is not None)
     if not torch.is_grad_enabled() or True not in [t.requires_grad for t in floats]:
         return False
     if page_table is not None:

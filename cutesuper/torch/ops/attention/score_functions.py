@@ -11,7 +11,7 @@ before: ``score + slopes[h] * (k - q)``; after: ``scores + a * b`` with ``a[1, H
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch import fx
 
 from cutesuper.autodiff.gradient import Split, split
 from cutesuper.errors import OperatorError
-from cutesuper.ir.dims import extent
-from cutesuper.ir.graph import Tensor
+from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import INPUT
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.factored_dims import Mismatch, dims_of, leaves
 from cutesuper.torch.compile.graph_builder import (
@@ -36,6 +37,7 @@ from cutesuper.torch.compile.graph_builder import (
     translated,
 )
 from cutesuper.torch.compile.table import arguments_of, entry_of
+from cutesuper.torch.ops.classes import class_of
 
 #: inputs of the kernel graph that always have gradients
 SIDES = ("query", "key", "value")
@@ -168,13 +170,43 @@ class Program:
     """The kernel graph of a call.
 
     Attributes:
-        split: both passes.
+        graph: the definition, for just the extents of the call.
+        wrt: the inputs that have gradients.
         beside: the inputs besides query, key, value: name of the input, of the tensor, its shape
             and element type.
     """
 
-    split: Split
+    graph: KernelGraph
+    wrt: tuple[str, ...]
     beside: tuple[tuple[str, str, tuple[int, ...], torch.dtype], ...]
+
+
+def passes_of(program: Program, graph: KernelGraph) -> Split:
+    """Both passes of a program, for its graph or that for any numbers of rows and keys."""
+    return split(graph, program.wrt, save=["out", "lse"])
+
+
+def opened(program: Program, call: Call) -> KernelGraph:
+    """The graph of a program for any numbers of rows and keys; an extent of one stays a number,
+    since it may stand for a tensor that is repeated."""
+    given, g, values = program.graph, KernelGraph(), list[Tensor]()
+    rows, keys = (
+        n if n == 1 else Symbol(name, class_of(kind, n))
+        for name, kind, n in (("L", "queries", call.rows), ("S", "keys", call.keys))
+    )
+    for i, n in enumerate(given.nodes):
+        if n.operator != INPUT:
+            values.append(g.copy_node(given, i, [values[j] for j in n.inputs]))
+            continue
+        # the last dimensions are those of the scores, but for rows that products take
+        places = (rows if n.name == "query" else keys, None) if n.name in SIDES else (rows, keys)
+        behind = [d if m is None or d == 1 else m
+                  for d, m in zip(n.shape[-2:], places[-len(n.shape) :], strict=True)]  # fmt: skip
+        g.nodes.append(replace(n, shape=(*n.shape[:-2], *behind)))
+        values.append(g.tensor(len(g.nodes) - 1))
+    for i in given.outputs:
+        g.mark_output(values[i], given.nodes[i].dtype)
+    return g
 
 
 def program_of(call: Call, function: Traced | None, learned: frozenset[str]) -> Program:
@@ -233,7 +265,7 @@ class _Building:
             shape = tuple(map(extent, g.nodes[i].shape))
             beside.append((g.nodes[i].name, given.node.name, shape, given.dtype))
         own = (name for name, source, _, _ in beside if source in learned)
-        return Program(split(g, (*SIDES, *own), save=["out", "lse"]), tuple(beside))
+        return Program(g, (*SIDES, *own), tuple(beside))
 
     def _sides(self, b: Builder) -> list[Tensor]:
         c = self.call
