@@ -41,8 +41,8 @@ def _processes(count: int) -> Executor:
 
 
 def find_and_compile(graph: KernelGraph, options: Options) -> Found:
-    """The choice of `cutesuper.superoptimize`, found in another process, which compiles its kernels
-    into the cache."""
+    """The choice of `cutesuper.superoptimize`, found in another process.
+    That compiles its kernels into the cache."""
     found = find(graph, options)
     compile_plans(found[1], options, KernelCache())
     return found

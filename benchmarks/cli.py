@@ -89,8 +89,7 @@ class Watchdog:
 
 
 class CliMonitor(Monitor):
-    """A monitor that prints each finished case, keeps the JSON file up to date, and detects
-    hangs."""
+    """A monitor that prints finished cases, keeps the JSON file up to date, and detects hangs."""
 
     def __init__(self, timeout: float, path: Path | None) -> None:
         self.results: dict[str, Any] = {}
@@ -131,8 +130,8 @@ class CliMonitor(Monitor):
             save_results(self.results, self._path)
 
     def _hung(self, step: str) -> None:
-        """Report a hang on the watchdog's thread while the main thread is stuck; ends the
-        process."""
+        """Report a hang on the watchdog's thread while the main thread is stuck.
+        Ends the process."""
         try:
             self.abort(f"no progress in {step}; leave it out with --skip")
         finally:

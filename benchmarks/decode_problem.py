@@ -136,8 +136,8 @@ class DecodeCase(Case):
         entry.recording = Uncaptured(launcher.launch, {0: launcher.launch(0)})
 
     def _measure_host(self, entry: Entry, problem: Problem) -> None:
-        """Measure nothing: only the uncaptured implementation waits for the host, and its time
-        includes that."""
+        """Measure nothing.
+        Only the uncaptured implementation waits for the host, and its time includes that."""
 
 
 @torch.no_grad()

@@ -77,8 +77,8 @@ def stream_plan(size: int, multiprocessors: int, *, balanced: bool) -> StreamPla
 
 
 class StreamKernel:
-    """A kernel that reads ``plan.size`` bytes and drops them; with ``checksum`` it adds them up
-    instead.
+    """A kernel that reads ``plan.size`` bytes and drops them.
+    With ``checksum`` it adds them up instead.
 
     The checksum build shows that every byte is read once (each lane writes the 32-bit wrapping sum
     of the words it saw); the timed build has the same address arithmetic and no shared loads.

@@ -60,8 +60,8 @@ class Worker(isolate.Worker):
 
 
 class Telling(Monitor):
-    """A monitor that reports every step; as a backend it times the recordings of a round one by
-    one.
+    """A monitor that reports every step.
+    As a backend it times the recordings of a round one by one.
 
     The harness replays all recordings of a round in one call, so that the one that hangs would
     remain unknown.
@@ -99,8 +99,7 @@ class Telling(Monitor):
 
 
 def serve(connection: Connection, make_backend: Callable[[], Backend]) -> None:
-    """The main function of the process: measures arriving jobs until the device or the other end is
-    gone."""
+    """The main function of the process: measures jobs until device or other end is gone."""
     backend = make_backend()
     torch.compiler.reset()  # the harness does so too; its first import takes seconds
     connection.send(("ready", environment(backend)))

@@ -135,8 +135,8 @@ STREAMS = tuple(f for f in FLOORS if f.name.endswith("balanced"))
 def ours(
     kernel_of: Callable[[Problem, bool], Kernel] = superoptimized,
 ) -> tuple[Implementation, ...]:
-    """cutesuper with plain and with dependent launch; ``kernel_of(problem, dependent)`` makes the
-    program."""
+    """cutesuper with plain and with dependent launch.
+    ``kernel_of(problem, dependent)`` makes the program."""
     return (
         Implementation("cutesuper", "ours", _cutesuper(False, kernel_of)),
         Implementation("cutesuper-pdl", "ours", _cutesuper(True, kernel_of), dependent=True),

@@ -1,5 +1,5 @@
-"""Common parts of the pictures of results: elements of SVG, and colours for light and dark
-schemes."""
+"""Common parts of the pictures of results: elements of SVG, and colours of both schemes.
+Light and dark."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def new_picture(title: str, style: str, width: int, height: int) -> ElementTree.
 
 
 def both_schemes(colours: Colours, fills: Mapping[str, str] | None = None) -> str:
-    """CSS that gives each class its colour in the reader's scheme; ``fills`` names classes that are
-    filled with the colour of another one."""
+    """CSS that gives each class its colour in the reader's scheme.
+    ``fills`` names classes that are filled with the colour of another one."""
 
     def rules(scheme: int) -> str:
         own = [f".{name} {{ color: {pair[scheme]}; }}" for name, pair in colours.items()]

@@ -180,8 +180,8 @@ def slab_bytes(specs: Sequence[TensorSpec], dtype: torch.dtype) -> int:
 
 
 def _carve(slab: torch.Tensor, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Outputs:
-    """Tensors inside the slab's storage; not views of it, which torch.compile treats
-    differently."""
+    """Tensors inside the slab's storage.
+    Not views of it, which torch.compile treats differently."""
     tensors, offset = [], 0
     for spec in specs:
         strides = [1]

@@ -84,8 +84,8 @@ def run(
     backend: Backend | None = None,
     monitor: Monitor | None = None,
 ) -> dict[str, Any]:
-    """Measure the cases that ``earlier`` (results of this kind) lacks; returns plain data, ready
-    for JSON.
+    """Measure the cases that ``earlier`` (results of this kind) lacks.
+    Returns plain data, ready for JSON.
 
     Raises:
         ResumeError: ``earlier`` is of another kind, or of another machine or version.

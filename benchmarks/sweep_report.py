@@ -122,8 +122,8 @@ def ratio_cell(entry: dict[str, Any] | None, case: dict[str, Any]) -> str:
 
 
 def outcome(results: dict[str, Any], others: str = "PyTorch") -> list[str]:
-    """Wins and losses of plain launches in a sentence, and everything that failed; ``others`` is
-    the name of the peers' columns."""
+    """Wins and losses of plain launches in a sentence, and everything that failed.
+    ``others`` is the name of the peers' columns."""
     ratios: dict[str, float] = {}
     for case in results["cases"]:
         entry = next((i for i in case["implementations"] if i["name"] == OURS[0]), None)

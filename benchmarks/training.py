@@ -79,8 +79,8 @@ class HostCase(Case):
 
 
 def rms_norm() -> list[Item]:
-    """Both passes at the shapes with targets; with a float32 weight, errors of its gradient are not
-    those of a last rounding."""
+    """Both passes at the shapes with targets.
+    With a float32 weight, errors of its gradient are not those of a last rounding."""
     items = []
     for step in Step:
         for shape, targets in RMS_NORM.items():
@@ -96,8 +96,9 @@ def _both(section: str, operator: Operator, shapes: Sequence[Shape]) -> list[Ite
 
 
 def activations() -> list[Item]:
-    """SwiGLU in both passes; LoRA on an MLP and the update of nGPT without gradients, in float16:
-    two of the inference workloads."""
+    """SwiGLU in both passes.
+    LoRA on an MLP and the update of nGPT without gradients, in float16: two of the inference
+    workloads."""
     items = _both("activations", operators.swiglu(), MLP)
     called = (
         (operators.add_activation("relu"), LORA),
@@ -161,8 +162,8 @@ def _pass(
 
 
 def chosen(only: str | None) -> list[Item]:
-    """``"softmax,host"`` -> the cases of these sections; the beginning of a key up to a slash
-    selects some of a section.
+    """``"softmax,host"`` -> the cases of these sections.
+    The beginning of a key up to a slash selects some of a section.
 
     Raises:
         ValueError: a name that is neither.

@@ -182,8 +182,9 @@ def liger_softmax_backward(sets: Sets) -> Callable[[int], Outputs]:
 
 
 def liger_loss_forward(sets: Sets) -> Callable[[int], Outputs]:
-    """The kernel of the loss without its gradient. It is launched directly, since the library's
-    function asks the device for the number of labels, which no CUDA graph can contain."""
+    """The kernel of the loss without its gradient.
+    It is launched directly, since the library's function asks the device for the number of labels,
+    which no CUDA graph can contain."""
     library = _liger("cross_entropy")
     rows, columns = sets[0][0].shape
     options = {

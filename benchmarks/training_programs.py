@@ -80,8 +80,8 @@ def backward_of(made: Programs) -> Backward:
 
 
 def ours(kernel_of: KernelOf) -> tuple[Implementation, ...]:
-    """cutesuper with plain and with dependent launch; ``kernel_of(problem, dependent)`` has the
-    program."""
+    """cutesuper with plain and with dependent launch.
+    ``kernel_of(problem, dependent)`` has the program."""
     return (
         Implementation("cutesuper", "ours", partial(_made, kernel_of, False)),
         Implementation("cutesuper-pdl", "ours", partial(_made, kernel_of, True), dependent=True),

@@ -82,8 +82,8 @@ def _outcome(results: Case) -> list[str]:
 
 
 def _accuracy(cases: Sequence[Case]) -> str:
-    """Errors of the weight's gradient, ours beside quack's; not for LayerNorm, where quack takes
-    the weight, and returns its gradient, in float32."""
+    """Errors of the weight's gradient, ours beside quack's.
+    Not for LayerNorm, where quack takes the weight, and returns its gradient, in float32."""
     pairs: dict[str, tuple[float, float]] = {}
     for case in (c for c in cases if c["group"] != "layernorm"):
         ours, quack = (_weight_error(case, name) for name in (OURS[0], "quack"))

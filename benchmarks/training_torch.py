@@ -52,8 +52,9 @@ class Again:
         return torch.autograd.grad(y, wanted, cotangent.to(y.dtype), retain_graph=True)
 
     def close(self) -> None:
-        """Free the values saved by the forward passes. Compiled ones hold their own results, so
-        that these would stay: 25 cases filled a GPU of 140 GB."""
+        """Free the values saved by the forward passes.
+        Compiled ones hold their own results, so that these would stay: 25 cases filled a GPU of 140
+        GB."""
         for y, (_, wanted) in zip(self._results, self._sets, strict=False):
             torch.autograd.grad(y, wanted, torch.zeros_like(y))
         self._results = []
@@ -77,8 +78,9 @@ def _passes(problem: Problem, function: Function) -> Launcher:
 
 
 def autograd_launcher(problem: Problem, function: Function) -> Launcher:
-    """A pass as in a training loop: a call that saves the values its gradients need, or the engine
-    of autograd. The graph is kept, so that a pass can run again."""
+    """A pass as in a training loop.
+    A call that saves the values its gradients need, or the engine of autograd. The graph is kept,
+    so that a pass can run again."""
     workload = training_of(problem)
     operator: Operator = workload.operator
     sets = [trainable(operator, workload.operands(inputs)) for inputs in problem.inputs]
@@ -104,8 +106,8 @@ def _eager(problem: Problem) -> Launcher:
 
 
 def _compiled(problem: Problem) -> Launcher:
-    """The pass compiled with default options; a backward pass may not reuse the memory of saved
-    values, since it runs more than once."""
+    """The pass compiled with default options.
+    A backward pass may not reuse the memory of saved values, since it runs more than once."""
     workload = training_of(problem)
     function = torch.compile(workload.operator.torch, dynamic=False, fullgraph=True)
     with functorch.patch(donated_buffer=False):

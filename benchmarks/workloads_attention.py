@@ -207,8 +207,9 @@ def lengths_of(batch: int, longest: int) -> tuple[int, ...]:
 
 
 def serving(page: int = 0) -> AttentionWorkload:
-    """One new token of sequences of different lengths, their keys side by side in tensors as long
-    as the longest, or in pages of ``page`` keys anywhere in a cache ``[pages, page, heads, d]``."""
+    """One new token of sequences of different lengths.
+    Their keys lie side by side in tensors as long as the longest, or in pages of ``page`` keys
+    anywhere in a cache ``[pages, page, heads, d]``."""
 
     def query(shape: Shape) -> tuple[int, ...]:
         batch, _, heads, kv_heads, width = shape

@@ -88,8 +88,8 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the modules that need torch at the first use of their names; nothing else here needs
-    it."""
+    """Import the modules that need torch at the first use of their names.
+    Nothing else here needs it."""
     if name in ("nn", "ops", "optim"):
         return importlib.import_module(f"cutesuper.{name}")
     if name in _LATE:

@@ -25,36 +25,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code, see the module."""
-    parser = argparse.ArgumentParser(
-        prog="cutesuper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--version", action="version", version=f"cutesuper {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="optimize RMSNorm + Linear and run it")
-    demo.add_argument("--shape", default="16x4096x6144", help="M x K x N (default %(default)s)")
-    demo.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
-    demo.add_argument("--weight", action="store_true", help="RMSNorm with a weight")
-    crosscompile.add_budget(demo)
-    explain = commands.add_parser("explain", help="optimize a saved kernel graph and explain it")
-    explain.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
-    _add_options(explain)
-    explain.add_argument("--svg", type=Path, help="also write a picture of the muGraph")
-    explain.add_argument("--html", type=Path, help="also write a page to look into the muGraph")
-    export = commands.add_parser("export", help="write a saved kernel graph as a shared library")
-    export.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
-    export.add_argument("--out", type=Path, required=True, metavar="X.so", help="the library")
-    export.add_argument("--header", type=Path, metavar="X.h", help="also functions for C and C++")
-    _add_options(export)
-    crosscompile.add_arguments(
-        commands.add_parser("compile", help="compile for any GPU, into files")
-    )
-    _add_tune(commands.add_parser("tune", help="time candidates on the GPU, store the winner"))
-    commands.add_parser("bench", help="measure a workload against its peers", add_help=False)
-    add_cache(commands.add_parser("cache", help="look after the compiled kernels on disk"))
-    commands.add_parser("doctor", help="what is installed, what is missing, what to do")
-    shells = commands.add_parser("completion", help="print the completion of a shell, to be read "
-                                 'by it: eval "$(cutesuper completion bash)"')  # fmt: skip
-    shells.add_argument("shell", choices=("bash", "zsh", "fish"))
+    parser, commands = _parser()
     args, rest = parser.parse_known_args(argv)
     if args.command == "bench":
         return _bench(rest)
@@ -66,10 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "export": _export, "tune": _tune,
         "cache": lambda args: cache(args.action),
         "doctor": lambda _: doctor(),
-        "completion": lambda args: completion(args.shell, _words(commands.choices)),
+        "completion": lambda args: completion(args.shell, _words(commands)),
     }  # fmt: skip
+    return _exit_code(lambda: run[args.command](args))
+
+
+def _exit_code(command: Callable[[], int]) -> int:
+    """Run a command; print its error, if it has one, in a line."""
     try:
-        code = run[args.command](args)
+        code = command()
         sys.stdout.flush()  # fails on a full disk, or for a reader that has left
         return code
     except _UsageError as error:
@@ -88,6 +64,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("cutesuper: interrupted", file=sys.stderr)
         return 130
+
+
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of all commands, and that of each command by its name."""
+    parser = argparse.ArgumentParser(
+        prog="cutesuper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"cutesuper {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_demo(commands.add_parser("demo", help="optimize RMSNorm + Linear and run it"))
+    _add_explain(
+        commands.add_parser("explain", help="optimize a saved kernel graph and explain it")
+    )
+    _add_export(
+        commands.add_parser("export", help="write a saved kernel graph as a shared library")
+    )
+    crosscompile.add_arguments(
+        commands.add_parser("compile", help="compile for any GPU, into files")
+    )
+    _add_tune(commands.add_parser("tune", help="time candidates on the GPU, store the winner"))
+    commands.add_parser("bench", help="measure a workload against its peers", add_help=False)
+    add_cache(commands.add_parser("cache", help="look after the compiled kernels on disk"))
+    commands.add_parser("doctor", help="what is installed, what is missing, what to do")
+    shells = commands.add_parser("completion", help="print the completion of a shell, to be read "
+                                 'by it: eval "$(cutesuper completion bash)"')  # fmt: skip
+    shells.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return parser, commands.choices
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    demo.add_argument("--shape", default="16x4096x6144", help="M x K x N (default %(default)s)")
+    demo.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
+    demo.add_argument("--weight", action="store_true", help="RMSNorm with a weight")
+    crosscompile.add_budget(demo)
+
+
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    explain.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
+    _add_options(explain)
+    explain.add_argument("--svg", type=Path, help="also write a picture of the muGraph")
+    explain.add_argument("--html", type=Path, help="also write a page to look into the muGraph")
+
+
+def _add_export(export: argparse.ArgumentParser) -> None:
+    export.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
+    export.add_argument("--out", type=Path, required=True, metavar="X.so", help="the library")
+    export.add_argument("--header", type=Path, metavar="X.h", help="also functions for C and C++")
+    _add_options(export)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

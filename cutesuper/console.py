@@ -31,8 +31,8 @@ class Finding:
 
 
 def doctor() -> int:
-    """Print what is installed, what is missing, and what to do about it; 1 if no kernel can be
-    compiled."""
+    """Print what is installed, what is missing, and what to do about it.
+    Returns 1 if no kernel can be compiled."""
     findings = list(_findings())
     for f in findings:
         mark = {"ok": "ok     ", "none": "-      ", "bad": "MISSING"}[f.state]

@@ -97,8 +97,8 @@ def _check(console: Console, kernel: Kernel, inputs: list[Any]) -> bool:
 
 
 def _time(console: Console, kernel: Kernel, graph: KernelGraph, inputs: list[Any]) -> None:
-    """Time the kernel, eager PyTorch and torch.compile; `cutesuper bench` measures more
-    carefully."""
+    """Time the kernel, eager PyTorch and torch.compile.
+    `cutesuper bench` measures more carefully."""
     import torch
 
     from cutesuper.measure import device_of, device_us

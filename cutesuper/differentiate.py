@@ -67,8 +67,8 @@ class _Cut:
 
 
 def _cheapest(prospect: Prospect, wrt: tuple[str, ...]) -> _Cut:
-    """The cut with the lower predicted time. Raises the error of the last cut if none can be
-    run."""
+    """The cut with the lower predicted time.
+    Raises the error of the last cut if none can be run."""
     graph = prospect.graph
     if prospect.options.dependent_launch:
         graph = _written(graph, wrt)
@@ -102,9 +102,9 @@ def _best(cut: Callable[[str], _Cut]) -> _Cut:
 
 
 def _written(graph: KernelGraph, names: tuple[str, ...]) -> KernelGraph:
-    """A copy of the graph in which some inputs are no longer declared constant: optimizers write
-    them, in a kernel that may still be running when a dependent launch of the next step reads
-    them."""
+    """A copy of the graph in which some inputs are no longer declared constant.
+    Optimizers write them, in a kernel that may still be running when a dependent launch of the next
+    step reads them."""
     if not any(n.constant and n.name in names for n in graph.nodes):
         return graph
     nodes = [replace(n, constant=n.constant and n.name not in names) for n in graph.nodes]

@@ -14,8 +14,8 @@ E = TypeVar("E", bound=BaseException)
 
 
 def frameless(error: E) -> E:
-    """Remove the tracebacks of an error and its causes, so that it can be kept: frames know their
-    callers, and would keep alive every tensor of theirs."""
+    """Remove the tracebacks of an error and its causes, so that it can be kept.
+    Frames know their callers, and would keep alive every tensor of theirs."""
     error.__traceback__ = None
     link = error.__cause__ or error.__context__
     while link is not None and link.__traceback__ is not None:
@@ -61,8 +61,7 @@ class GraphError(CutesuperError, ValueError):
 
 
 class FormatError(CutesuperError, ValueError):
-    """A file from outside (graph, schedule, exported kernel) that is malformed or of another
-    kind."""
+    """A malformed file from outside (graph, schedule, exported kernel), or one of another kind."""
 
 
 class SearchError(CutesuperError, RuntimeError):
@@ -94,8 +93,8 @@ class CompileError(CutesuperError, RuntimeError):
 
 
 class CacheError(CutesuperError, RuntimeError):
-    """The artifact cache, or a temporary folder, cannot be used at all, or others can write
-    it (a damaged entry is a miss, not an error)."""
+    """A cache or temporary folder that cannot be used at all, or that others can write.
+    A damaged entry is a miss, not an error."""
 
 
 class PatchError(CutesuperError, RuntimeError):

@@ -1,5 +1,4 @@
-"""Compilation of a muGraph given by the user: verified, and resized where the target requires
-it."""
+"""Compilation of a muGraph given by the user: verified, and resized where the target needs it."""
 
 from __future__ import annotations
 

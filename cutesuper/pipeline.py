@@ -330,8 +330,8 @@ def as_target(target: Target | str | None) -> Target:
 
 
 def current_target() -> Target:
-    """The target of torch's current CUDA device, or the one with the slowest memory of its
-    architecture; H200 if there is no device.
+    """The target of torch's current CUDA device; H200 if there is no device.
+    A GPU that no target is named after has the one with the slowest memory of its architecture.
 
     Raises:
         DeviceError: a GPU whose architecture has no building blocks.
@@ -361,8 +361,8 @@ def find(
     on_progress: Callable[[Progress], None] | None = None,
     most_us: float = inf,
 ) -> tuple[SearchResult, Choice]:
-    """The tuned program for a graph if there is one, else the result of `choose`; the input of
-    `compiled`. Can be pickled."""
+    """The tuned program for a graph if there is one, else the result of `choose`.
+    It is the input of `compiled`, and can be pickled."""
     choice = stored_choice(graph, options) if options.tuned else None
     if choice is not None:
         return SearchResult((choice.candidate,), Statistics()), choice
@@ -404,8 +404,8 @@ def outcome(
 
 
 def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
-    """The tuned program for a graph, verified and planned like any candidate; None if no valid one
-    is stored. An invalid one is skipped with a warning."""
+    """The tuned program for a graph, verified and planned like any candidate.
+    None if no valid one is stored. An invalid one is skipped with a warning."""
     for entry in store.find(graph, options.target.arch, options.dependent_launch):
         mu, target = entry.mugraph, options.target
         text = "; ".join(f"{s.name}: {show(s.program)}" for s in mu.steps)
@@ -543,8 +543,8 @@ def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Ver
 
 
 def fault(graph: KernelGraph, mu: MuGraph) -> str | None:
-    """The reason why a muGraph must not be run: it computes something else, or rounds too much; or
-    None."""
+    """The reason why a muGraph must not be run; None if there is none.
+    It computes something else, or rounds too much."""
     verification = verified(graph, mu)
     if not verification:
         return verification.summary()
@@ -556,8 +556,8 @@ def fault(graph: KernelGraph, mu: MuGraph) -> str | None:
 
 
 def check_numbers(graph: KernelGraph, mu: MuGraph) -> None:
-    """Refuse a program that rounds to float16 a value that float16 cannot hold. Raises
-    VerificationError."""
+    """Refuse a program that rounds to float16 a value that float16 cannot hold.
+    Raises VerificationError."""
     if narrows(mu):
         from cutesuper.verify.rounding import check_rounding  # imports torch: 1.5 s in a worker
 

@@ -1,5 +1,4 @@
-"""Search progress as a line in the terminal: counts of states, verified programs, and the best so
-far."""
+"""Search progress as a line in the terminal: states, verified programs, and the best so far."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def variant_report(
     choice: Choice,
     steps: tuple[CompiledStep, ...],
 ) -> Callable[[], str]:
-    """The full report on one compiled program, a summary of ten lines, then section by section,
-    when it is asked for; what comes of the search is written now, so that its other candidates need
-    not be kept."""
+    """The full report on one compiled program: a summary of ten lines, then its sections.
+    The sections are written when they are asked for; what comes of the search is written now, so
+    that its other candidates need not be kept."""
     sections = {
         "program": kernel_graph_text(graph),
         "search": stored_text(choice.stored) if choice.stored else search_text(options, result),
@@ -114,7 +114,7 @@ def _rate(amount: float, us: float, most: float) -> str:
 
 
 def certainty_text(v: Verification) -> str:
-    """How sure it is that a program is the same function, on a line."""
+    """The certainty that a program is the same function, on a line."""
     bound = "no bound of the error"
     if v.bound_log2 is not None:
         bound = f"wrong with less than 2^{ceil(v.bound_log2)}"

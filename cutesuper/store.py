@@ -85,8 +85,8 @@ class Entry:
 
 
 def user_folder() -> Path:
-    """Folder in which `cutesuper.tune` stores: ``schedules`` in the cache folder
-    (``$CUTESUPER_CACHE``)."""
+    """Folder in which `cutesuper.tune` stores.
+    ``schedules`` in the cache folder (``$CUTESUPER_CACHE``)."""
     return default_root() / "schedules"
 
 
@@ -118,8 +118,9 @@ def _extent_text(dim: Dim) -> str:
 
 
 def canonical(graph: KernelGraph) -> dict[str, Any]:
-    """A graph as plain data that does not depend on names, on the order in which it was built, or
-    on values that no output needs.
+    """A graph as plain data that its meaning alone decides.
+    It does not depend on names, on the order in which it was built, or on values that no output
+    needs.
 
     before: ``y = rms_norm(hidden[tokens, 64])``; after: node 0 an input of extents [symbol 0, 64],
     node 1 ``rms_norm`` of node 0, output 1. Symbols are numbered, their hints kept: an entry is for

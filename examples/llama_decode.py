@@ -235,7 +235,7 @@ def time_parts(run: Run, ways: Sequence[str]) -> list[Result]:
 
 
 def prepare(part: Callable[..., Tensor], inputs: Sequence[Sequence[Any]]) -> Call:
-    """There is nothing to prepare: kernels are made at the first call."""
+    """Do nothing: kernels are made at the first call."""
     return partial(last_of, part, inputs)
 
 

@@ -137,8 +137,9 @@ class Block(nn.Module):
         return operators.update(h, step, self.mlp_alpha)
 
     def attention(self, h: Tensor, operators: Operators) -> Tensor:
-        """Causal; products of two lengths sqrt(head) are divided by sqrt(head), as the paper
-        multiplies those of two lengths 1 by it."""
+        """Causal attention, whose scores are divided by sqrt(head).
+        They are products of two vectors of length sqrt(head); the paper multiplies those of two
+        lengths 1 by it."""
         q, k, v = (F.linear(h, w).unflatten(-1, (-1, self.head)) for w in (self.q, self.k, self.v))
         q, k = (operators.scaled(self.rotate(t), self.qk_scale) for t in (q, k))
         y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)

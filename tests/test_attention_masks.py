@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,12 @@ import cutesuper as cs
 from cutesuper.errors import CutesuperError
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.report import plan_text
+from cutesuper.runtime.programs import Kept
 from cutesuper.search.region import SearchOptions
 from cutesuper.search.search import search
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
+from cutesuper.torch.ops.attention import gradient
 from cutesuper.verify.numeric import acceptable
 
 
@@ -119,6 +121,28 @@ def test_kernels(name: str) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_large_kernels(name: str) -> None:
     LARGE[name].judge(torch.bfloat16, "cuda")
+
+
+OPEN = {
+    "conditions": (Call(causal=True), lambda rows, keys: (2, 1, rows, keys)),
+    "bias": (Call(kind=torch.bfloat16), lambda rows, keys: (rows, keys)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.parametrize("name", OPEN)
+def test_kernels_of_any_extents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of all extents of a class meet the same kernels, forward and backward."""
+    kept = Kept[Any, Any]()
+    monkeypatch.setattr(gradient, "_kernels", kept)
+    call, shape = OPEN[name]
+    for rows, keys in ((20, 75), (65, 130), (70, 3)):
+        own = replace(call, rows=rows, keys=keys, mask=shape(rows, keys))
+        own.judge(torch.bfloat16, "cuda")
+    kinds = [kind for (kind, *_), made in kept.items() if made is not None]
+    extents = {(str(kind.rows), str(kind.keys)) for kind in kinds if not kind.lengths}
+    assert extents == {("L", "S")}
 
 
 # ------------------------------------------------------------------------------------------- plans

@@ -222,6 +222,29 @@ def test_a_denominator_divides_once() -> None:
     assert [moved.ops[i].kind for op in divided for i in op.inputs] == ["matmul", "sum"]
 
 
+def vectors(what: str) -> KernelGraph:
+    """Two products in a chain, and a vector of keys beside V or an outer product in place of K."""
+    g = new_kernel_graph()
+    q, v = g.new_input((64, 64), name="Q"), g.new_input((512, 64), name="V")
+    if what == "an outer product":
+        k = g.new_input((64, 1), name="a") * g.new_input((1, 512), name="b")
+        g.mark_output(g.matmul(g.softmax(q @ k), v))
+    else:
+        s = q @ g.new_input((64, 512), name="K")
+        column = g.square(s @ g.new_input((512, 1), name="c"))
+        g.mark_output(s @ v if what == "a later vector" else (s @ v) / (column + 1.0))
+        g.mark_output(column)
+    return g
+
+
+@pytest.mark.parametrize("what", ["a vector", "a later vector", "an outer product"])
+def test_products_with_vectors_are_sums(what: str) -> None:
+    graph = vectors(what)
+    moved = hoisted(label(region_of(graph)), form_of(graph))
+    assert any(moved.ops[i].kind == "mul" for op in moved.of_kind("sum") for i in op.inputs)
+    assert verify(graph, search(graph, H200, options=LOWERED).candidates[0].mugraph)
+
+
 def test_rows_are_what_keys_have_not() -> None:
     form = form_of(grouped(stored="BLHGD"))
     dims = label(region_of(grouped(stored="BLHGD"))).dims

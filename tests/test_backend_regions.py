@@ -818,6 +818,45 @@ graph 0 (forward): 1 of 3 region(s) taken, decided in 3.5 s
     assert str(report) == expected
 
 
+def test_regions_name_what_they_read_as_the_model_does() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.h = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(2))
+
+        def forward(self, ids: Any) -> Any:
+            return self.h[1](self.h[0](ids).relu().sort().values)
+
+    model = Model().bfloat16()
+    report = cs.explain(model, (torch.randn(4, 64).bfloat16(),), options={"take": "all"})
+    forward, _ = report.graphs
+    assert forward.regions[0].reads[:2] == ("ids", "h.0.weight")
+    values, weight = forward.regions[1].reads
+    assert values.startswith("a value of test_backend_regions.py:") and weight == "h.1.weight"
+
+
+def test_equal_layers_are_one_row_of_a_report() -> None:
+    taken = Verdict(True, "3.0 us", ("k0: out0 = add(matmul(x0, x1), x2)",), 3.0, 4.0)
+    first, value = ("ids", "h.0.w", "h.0.b"), "a value of model.py:2"
+    others = [(value, f"h.{i}.w", f"h.{i}.b") for i in (1, 2)]
+    layers = [
+        RegionReport("model.py:3", 2, taken, case.Seconds(1.0), reads) for reads in (first, *others)
+    ]
+    graph = GraphReport("inference", (*layers, replace(layers[0], where="model.py:9")), ())
+    lines = str(Report(read_options({}), (graph,))).splitlines()
+    assert "  takes long: model.py:3 x 3, 12.0 us of Inductor's" in lines
+    rows = [line.split() for line in lines if " vs. " in line]
+    assert [" ".join(row) for row in rows] == [
+        "model.py:3 x 3 2 1 3.0 vs. 4.0 - 3.0 0.0 0.0 taken",
+        "model.py:9 2 1 3.0 vs. 4.0 - 1.0 0.0 0.0 taken",
+    ]
+    assert lines[-3:] == [
+        "  model.py:3 x 3 k0: out0 = add(matmul(x0, h.*.w), h.*.b)",
+        f"    x0 is ids or {value}",
+        "  model.py:9 k0: out0 = add(matmul(ids, h.0.w), h.0.b)",
+    ]
+
+
 # --- parts that are alike -------------------------------------------------------------------------
 
 

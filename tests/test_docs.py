@@ -118,3 +118,23 @@ def test_the_runner_notices_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("page", PAGES)
 def test_no_page_has_marks_of_a_merge(page: str) -> None:
     assert not re.search(r"^(<{7}|>{7}) ", (ROOT / page).read_text(), re.MULTILINE)
+
+
+#: words that begin a clause or a sentence, where a docstring has a noun phrase or an imperative
+CLAUSES = re.compile(r"(Of|Whether|What|How|Where|If|When|That|Who|This|It|Is|Does|There)\b")
+
+
+@pytest.mark.parametrize("folder", ["cutesuper", "benchmarks", "examples", "scripts"])
+def test_docstrings_begin_with_a_line_that_says_it(folder: str) -> None:
+    """The first sentence is the first line: a noun phrase or an imperative."""
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            if (text := ast.get_docstring(node)) is not None:
+                first, line = text.split("\n")[0], node.body[0].lineno
+                if not first.endswith(".") or CLAUSES.match(first) or len(lines[line - 1]) > 100:
+                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {first}")
+    assert not wrong, "\n".join(wrong)

@@ -376,12 +376,9 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
     (
         lambda g, x, w: g.new_input((4, 0)),
         ShapeError,
-        (
-            "new_input(dims=[4, 0]): extent 1 is 0; extents are positive ints, and all but the "
-            "last may be symbolic"
-        ),
+        "new_input(dims=[4, 0]): extent 1 is 0; extents are positive ints or symbols",
     ),
-    (lambda g, x, w: g.new_input((4, M)), ShapeError, "extent 1 is M; extents are"),
+    (lambda g, x, w: g.new_input((M, 0)), ShapeError, "new_input(dims=[M, 0]): extent 1 is 0"),
     (lambda g, x, w: g.new_input((2.0,)), ShapeError, "extent 0 is 2.0; extents are positive ints"),
     (
         lambda g, x, w: (g.new_input((M, 4)), g.new_input((symbol("M", 7), 4))),

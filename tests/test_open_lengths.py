@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from cutesuper.targets import H200
 
 torch = pytest.importorskip("torch")
 
+from cutesuper.ir.evaluate import run_reference  # noqa: E402
 from cutesuper.runtime.checks import Signature  # noqa: E402 (they import torch)
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.runtime.scratch import Need, ScratchMemory, places_of  # noqa: E402
@@ -112,10 +114,18 @@ def test_scratch_memory_for_tiles_of_rows() -> None:
 
 def test_what_may_not_be_symbolic() -> None:
     g = new_kernel_graph()
-    with pytest.raises(ShapeError, match="all but the last may be symbolic"):
-        g.new_input((4, S))
     x, w = g.new_input((16, 4, S, 64), name="X"), g.new_input((64, 64), name="W")
     g.mark_output(g.matmul(x, w))
+    with pytest.raises(SearchError, match="S not as its first dimension"):
+        found(g)
+
+
+@pytest.mark.parametrize("reduced", ["sums over the rows of a tile", "a row of positions"])
+def test_row_loops_with_symbols_inside_are_refused(reduced: str) -> None:
+    g = new_kernel_graph()
+    x = g.new_input((4, S, 64), "float16")
+    rows = reduced == "sums over the rows of a tile"
+    g.mark_output(g.sum(x, 1) if rows else g.sum(g.transpose(x), -1))
     with pytest.raises(SearchError, match="S not as its first dimension"):
         found(g)
 
@@ -220,3 +230,41 @@ def test_strides_of_extents_of_one_do_not_matter() -> None:
     k = k.to(q.device)
     odd = k.as_strided(k.shape, (7, 70 * 64, 3, 64, 1))
     assert torch.equal(kernel(q, odd, odd), kernel(q, k, k))
+
+
+def transposed(g: KernelGraph) -> None:
+    g.mark_output(g.exp(g.transpose(g.new_input((3, L, S, 8), name="x"), (0, 1, 3, 2))))
+
+
+def of_heads(g: KernelGraph) -> None:
+    x, y = (g.new_input((3, *s, 40), name=n) for n, s in (("x", (L, 2)), ("y", (2, L))))
+    g.mark_output(g.sum(g.mul(g.transpose(x, (0, 2, 1, 3)), y), -1))
+
+
+def over_sequences(g: KernelGraph) -> None:
+    x = g.new_input((5, 2, L, S), "bfloat16", name="x")
+    g.mark_output(g.sum(x, 0), "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.parametrize("program", [transposed, of_heads, over_sequences])
+def test_rows_with_symbols_inside(program: Callable[[KernelGraph], None]) -> None:
+    """One kernel of rows for all extents; a row itself may be strided by a symbol."""
+    from cutesuper.pipeline import best_kernel
+
+    graph = new_kernel_graph()
+    program(graph)
+    kernel = best_kernel(graph)
+    assert [type(s.plan).__name__ for s in kernel.variant.steps] == ["RowPlan"]
+    for rows, keys in ((1, 1), (7, 33), (64, 5)):
+        torch.manual_seed(rows)
+        bound = {"L": rows, "S": keys}
+        shapes = [graph.nodes[i].shape for i in graph.inputs]
+        inputs = [
+            torch.randn([bound[d.name] if isinstance(d, Symbol) else d for d in s], device="cuda")
+            .to(graph.nodes[i].dtype.torch)
+            for i, s in zip(graph.inputs, shapes, strict=True)
+        ]  # fmt: skip
+        [want] = run_reference(graph, [t.cpu() for t in inputs])
+        torch.testing.assert_close(kernel(*inputs).cpu(), want, rtol=2e-3, atol=2e-3)

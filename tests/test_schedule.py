@@ -515,20 +515,12 @@ def symbolic_column() -> Block:
     return b
 
 
-def symbol_inside() -> Block:
-    m = Symbol("M", 8)
-    b = Block({"N": m, "M": 64}, {"N.grid": None, "M.grid": 64}, {"N": 1, "M": 1})
-    b.store("Z", b.op("exp", b.load("X", "M", "N")), "N", "M")
-    return b
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (loop_in_rows, "N.loop: in a row loop a block has its part of a row whole"),
         (two_reductions, "one label must be the one reduced"),
         (symbolic_column, "the rows' own dimension M must have a fixed extent"),
-        (symbol_inside, "X has a symbolic extent that is not its first dimension"),
     ],
 )
 def test_row_programs_that_are_refused(make: Any, message: str) -> None:

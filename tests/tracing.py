@@ -229,6 +229,7 @@ CORPUS: list[Case] = [
     ("angles", lambda x: torch.sin(x) * torch.cos(2 * x) + torch.tan(x * 0.1), (X,)),
     ("angles of any size", lambda x: torch.sin(x) + torch.cos(x), (X * 1e6,)),
     ("sinc", torch.sinc, (X,)),
+    ("powers of 0 and 1", lambda x: (x**0, x**1, torch.xlogy(x, 2.0)), (X,)),
     ("binary cross entropy", F.binary_cross_entropy, (X.sigmoid(), Y.sigmoid())),
     ("inverse angles", lambda x: (torch.asin(x.tanh()), torch.acos(x.tanh()), x.atan()), (X,)),
     ("hyperbolic functions", lambda x: (x.sinh(), x.cosh(), x.asinh()), (X,)),
@@ -315,6 +316,10 @@ CORPUS: list[Case] = [
     ("transposed on one side", lambda x, y: x.mT + y, (X, randn(3, 32, 5))),
     ("permuted softmax", lambda x: x.permute(2, 0, 1).softmax(0), (X,)),
     ("expanded", lambda c, r: c.expand(3, 5, 32) * r, (C, R)),
+    ("reduced along expanded dimensions", lambda c, r: (
+        c.expand(3, 5, 32).amax((0, 1)), c.expand(3, 5, 32).sum((0, 2)) + r.sum(),
+        r.expand(3, 5, 32).amin(0), c.expand(3, 5, 32).mean(1), r.expand(3, 5, 32).logsumexp(0),
+        torch.where((c > 0).expand(3, 5, 32).any(0), r, 0.0)), (C, R)),
     ("squeezed", lambda x: (x.sum(-1, keepdim=True).squeeze(-1) * 2).unsqueeze(-1), (X,)),
     ("per row twice", lambda x: (x.sum(-1) * 2).unsqueeze(-1) * x, (X,)),
     ("several results", lambda x, y: (x + y, x * y, (x + y).sum(-1)), (X, Y)),

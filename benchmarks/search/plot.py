@@ -69,8 +69,8 @@ def render(results: dict[str, Any]) -> str:
 
 
 def _style() -> str:
-    """The style sheet: lines and markers take the colour of their class; a hollow marker has that
-    of the paper."""
+    """The style sheet: lines and markers take the colour of their class.
+    A hollow marker has that of the paper."""
     return (
         "text { font: 12px system-ui, sans-serif; }\n"
         ".head { font-size: 15px; font-weight: 600; } .name { font-weight: 600; }\n"

@@ -25,7 +25,6 @@ from cutesuper.autodiff.recompute import Reuse, choose
 from cutesuper.errors import GraphError
 from cutesuper.ir.arguments import shown
 from cutesuper.ir.derivation import Derivation
-from cutesuper.ir.dims import Symbol
 from cutesuper.ir.dtypes import DType, float32
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT, lookup
@@ -193,8 +192,9 @@ class _Joint:
     # ------------------------------------------------------------------------- differentiation
 
     def _copy(self) -> None:
-        """Copy the program; composite operators are expanded, so that derivatives can share their
-        intermediate values."""
+        """Copy the program.
+        Composite operators are expanded, so that derivatives can share their intermediate
+        values."""
         g, needed = self.both, self.graph.needed(self.graph.outputs)
         with g.verbatim():
             for i, n in enumerate(self.graph.nodes):
@@ -228,11 +228,6 @@ class _Joint:
         used = {name for _, name in self.inputs}
         for i in ends:
             t = self.graph.tensor(i)
-            if any(isinstance(d, Symbol) for d in t.shape[1:]):
-                raise GraphError(
-                    f"{self.call}: the cotangent of output {t!r} would be an input with a symbolic "
-                    "extent behind the first; transpose the output, or use a number"
-                )
             name = f"d{t.name}"
             while name in used:
                 name += "_"
@@ -265,8 +260,9 @@ class _Joint:
             self.gradients[x.name] = self._of_type(gradient, x.dtype).index
 
     def _of_type(self, t: Tensor, dtype: DType) -> Tensor:
-        """A gradient in the type of its input. A value that is the gradient of inputs of different
-        types (``x + w``) exists once for each type."""
+        """A gradient in the type of its input.
+        A value that is the gradient of inputs of different types (``x + w``) exists once for each
+        type."""
         g = self.both
         given = t.node.operator == INPUT
         if (t.dtype if given else g.types.setdefault(t.index, dtype)) == dtype:
@@ -292,8 +288,8 @@ class _Joint:
     def backward(
         self, kept: dict[int, str], outputs: Sequence[int] = ()
     ) -> tuple[KernelGraph, dict[int, str], dict[str, int | str]]:
-        """The backward pass, after ``outputs`` that it computes as well; the kept values that it
-        uses, and the places of the gradients."""
+        """The backward pass, after ``outputs`` that it computes as well.
+        With the kept values that it uses, and the places of the gradients."""
         given = {**dict(self.inputs), **kept, **dict(self.cotangents)}
         gradients = (i for i in self.gradients.values() if i not in given)
         roots = list(dict.fromkeys((*outputs, *gradients)))
@@ -325,8 +321,8 @@ class _Joint:
         )
 
     def store_statistics(self, kept: dict[int, str]) -> None:
-        """Store kept statistics of rows as float32, as between the kernels of a program, unless one
-        is an operand of a product, which has one element type."""
+        """Store kept statistics of rows as float32, as between the kernels of a program.
+        Not one that is an operand of a product, which has one element type."""
         g = self.both
         nodes = g.needed(self.gradients.values(), {i for i, _ in self.inputs} | set(kept))
         mixing = {i for i in nodes if g.nodes[i].shape[-1:] != (1,)}
@@ -361,8 +357,9 @@ class _Joint:
 
 
 def reached(graph: KernelGraph, wrt: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Names of the inputs that have a gradient: those on which an output depends, not only through
-    operators whose derivative is zero everywhere.
+    """Names of the inputs that have a gradient.
+    An output depends on each of them, not only through operators whose derivative is zero
+    everywhere.
 
     Args:
         graph: any.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cutesuper.errors import GraphError
 from cutesuper.ir.arguments import shown
 from cutesuper.ir.derivation import Derivation
-from cutesuper.ir.dims import Symbol, extent, show_shape
+from cutesuper.ir.dims import extent, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import CONSTANT, lookup
 from cutesuper.ir.rounding import comparisons
@@ -58,8 +58,7 @@ class Reuse:
         count: Counter[str] = Counter()
         for i in sorted(nodes):
             n = self.both.nodes[i]
-            symbolic = any(isinstance(d, Symbol) for d in n.shape[1:])  # cannot be an input
-            if n.operator == CONSTANT or symbolic:
+            if n.operator == CONSTANT:
                 continue
             name = "out" if i in self.outputs else self.both.names.get(i, n.operator)
             names[self._free(name, count, {*names, *self.inputs.values()})] = i

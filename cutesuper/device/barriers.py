@@ -1,5 +1,5 @@
-"""Barriers of a block: in shared memory, where arrivals and bytes count; of some of its warps; and
-the fences between ordinary accesses and bulk copies."""
+"""Barriers of a block or of some of its warps, and fences of ordinary accesses and bulk copies.
+Barriers of a block lie in shared memory, where arrivals and bytes count."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from cutlass import Int32, Int64
 
 @dataclass(frozen=True)
 class Barrier:
-    """A barrier in shared memory (mbarrier). A phase ends when all arrivals and all expected bytes
-    have come; the first phase is 0, and waits for phase 1 pass before it has ended."""
+    """A barrier in shared memory (mbarrier).
+    A phase ends when all arrivals and all expected bytes have come; the first phase is 0, and waits
+    for phase 1 pass before it has ended."""
 
     pointer: cute.Pointer
 
@@ -134,8 +135,8 @@ class Meeting:
 
 
 def fence_copies() -> None:
-    """Order this thread's reads and writes of shared memory before later bulk copies and products,
-    which access it through another proxy."""
+    """Order this thread's accesses of shared memory before later bulk copies and products.
+    Those access it through another proxy."""
     cute.arch.fence_proxy("async.shared", space="cta")
 
 
@@ -146,8 +147,8 @@ def fence_warp() -> None:
 
 
 def fence_reads() -> None:
-    """Keep the compiler from moving reads of shared memory behind this place: it issues each just
-    before its use, so that few are in flight."""
+    """Keep the compiler from moving reads of shared memory behind this place.
+    It would issue each just before its use, so that few are in flight."""
     cute.arch.fence_acq_rel_cta()
 
 

@@ -24,14 +24,14 @@ def announce() -> None:
 
 
 def wait_for_cluster() -> None:
-    """Wait until all blocks of the cluster have announced themselves; once for each thread, before
-    it sends to others."""
+    """Wait until all blocks of the cluster have announced themselves.
+    Once for each thread, before it sends to others."""
     cute.arch.cluster_wait()
 
 
 def leave_together() -> None:
-    """Wait for the cluster at the end: no block may end while others still load into its shared
-    memory or signal it."""
+    """Wait for the cluster at the end.
+    No block may end while others still load into its shared memory or signal it."""
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 

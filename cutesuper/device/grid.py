@@ -23,8 +23,8 @@ def arrive_in_grid(counter, block, blocks):
 
 @cute.jit
 def wait_for_grid(counter):
-    """Wait until all blocks have come; called by one thread. They must all be resident: the launch
-    is cooperative.
+    """Wait until all blocks have come; called by one thread.
+    They must all be resident: the launch is cooperative.
 
     No second count of the blocks that have left is needed, which would cost each block a round trip
     to L2.

@@ -66,8 +66,9 @@ class Handout:
 
     @cute.jit
     def answer(self, slot, lane):
-        """Wait for an answer; by a whole warp. Returns 1 and the index along x of the first block
-        of the cluster that was handed out, or 0 and anything."""
+        """Wait for an answer; by a whole warp.
+        Returns 1 and the index along x of the first block of the cluster that was handed out, or 0
+        and anything."""
         self.ring.wait(slot)
         found, block = read(self.place(slot.stage).toint())
         # the next answer is written through another proxy

@@ -1,5 +1,5 @@
-"""The beginning of a kernel: the launch that depends on the one before (programmatic
-dependent launch), and the hand-over of registers between warpgroups."""
+"""The beginning of a kernel: programmatic dependent launch, and registers handed over.
+A dependent launch waits for the kernel before it; registers move between warpgroups."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class DeviceMath:
         self.fast = fast
 
     def __getattr__(self, name: str) -> Any:
-        """An accurate function of the DSL; the approximate sine, for one, errs more the larger its
-        argument is."""
+        """An accurate function of the DSL.
+        The approximate sine, for one, errs more the larger its argument is."""
         if name.startswith("_"):  # what the DSL asks of any object
             raise AttributeError(name)
         return getattr(cute.math, name)

@@ -1,5 +1,4 @@
-"""Copies between device and shared memory: in bulk, of tiles (TMA) or of neighbouring elements, and
-of single elements."""
+"""Copies between device and shared memory: bulk copies, tiles (TMA) and single elements."""
 
 from __future__ import annotations
 
@@ -31,9 +30,9 @@ def operand(alloc: cutlass.memory.SmemAllocator, dtype: type, layout: cute.Compo
 def operand_layout(
     dtype: Any, tile: tuple[int, int], slots: int, along: bool
 ) -> cute.ComposedLayout:
-    """Layout of ``slots`` tiles ``[label, contracted label, slot]`` of an operand, swizzled for the
-    tensor cores; ``along``: the contracted label is the contiguous one. It is the same for WGMMA
-    and for tcgen05."""
+    """Layout of ``slots`` tiles ``[label, contracted label, slot]`` of a swizzled operand.
+    ``along``: the contracted label is the contiguous one. It is the same for WGMMA and for
+    tcgen05."""
     order = LayoutEnum.ROW_MAJOR if along else LayoutEnum.COL_MAJOR
     return layouts.make_smem_layout_b(order, (tile[0], *tile), dtype, slots)
 
@@ -70,8 +69,8 @@ def element(array: cute.Pointer, index: Int32) -> Float32:
 
 
 def transposing_atom(dtype: Any) -> cute.CopyAtom:
-    """The atom with which a warp stores four 8x8 blocks of 16-bit elements of an accumulator
-    fragment, transposed: lane ``8 i + r`` gives the address of row ``r`` of block ``i``."""
+    """The atom with which a warp stores four 8x8 blocks of an accumulator fragment, transposed.
+    Elements have 16 bits; lane ``8 i + r`` gives the address of row ``r`` of block ``i``."""
     return cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), dtype)
 
 
@@ -90,8 +89,8 @@ def tile_atom(
     multicast: bool = False,
     rounds: bool = False,
 ):
-    """A TMA load atom for tiles of a tensor, and the coordinate tensor to slice; if it ``rounds``,
-    fp32 numbers arrive as TF32."""
+    """A TMA load atom for tiles of a tensor, and the coordinate tensor to slice.
+    If it ``rounds``, fp32 numbers arrive as TF32."""
     op = (
         cpasync.CopyBulkTensorTileG2SMulticastOp()
         if multicast
@@ -107,15 +106,15 @@ def store_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tupl
 
 
 def ask_for_descriptors(atoms: Iterable[cute.CopyAtom]) -> None:
-    """Prefetch the descriptors of TMA atoms: while the barriers are made this saves 0.05 to 0.2 us
-    in every kernel."""
+    """Prefetch the descriptors of TMA atoms.
+    While the barriers are made this saves 0.05 to 0.2 us in every kernel."""
     for atom in atoms:
         cpasync.prefetch_descriptor(atom)
 
 
 def partition(atom: cute.CopyAtom, smem: cute.Tensor, tiles: cute.Tensor, tile_rank: int):
-    """Shared-memory slots and global tiles in the form of the TMA copy: (bytes of a box,
-    index...)."""
+    """Shared-memory slots and global tiles in the form of the TMA copy.
+    That is (bytes of a box, index...)."""
     return cpasync.tma_partition(
         atom,
         0,
@@ -166,8 +165,8 @@ def bulk_copy(
     barrier: Barrier,
     hint: int | None = None,
 ) -> None:
-    """Load ``length`` neighbouring elements into shared memory; called by one thread. Addresses and
-    size are multiples of 16 bytes."""
+    """Load ``length`` neighbouring elements into shared memory; called by one thread.
+    Addresses and size are multiples of 16 bytes."""
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), target.dtype)
     options = {} if hint is None else {"cache_policy": Int64(hint)}
     ends = neighbours(source, length), neighbours(target, length)

@@ -44,8 +44,9 @@ class Ring:
     empty: Barriers | None = None
 
     def first(self, phase: int = 0) -> Slot:
-        """The first slot. A producer that waits for the first round as for any other has phase 1,
-        for which waits on a fresh barrier pass."""
+        """The first slot.
+        A producer that waits for the first round as for any other has phase 1, for which waits on a
+        fresh barrier pass."""
         return Slot(Int32(0), Int32(phase))
 
     @cute.jit

@@ -27,13 +27,12 @@ FREE_BARRIER = 10
 
 
 class Product(ABC):
-    """A product of two operands with fp32 accumulators, as one shape of the instruction, of which a
-    step takes 32 bytes along the contracted label."""
+    """A product of two operands with fp32 accumulators, as one shape of the instruction.
+    A step takes 32 bytes along the contracted label."""
 
     @abstractmethod
     def first(self, memory: cute.Tensor) -> cute.Tensor:
-        """The first operand in shared memory as the instruction takes it: ``[M, 1, step,
-        ...]``."""
+        """The first operand in shared memory as the instruction takes it: ``[M, 1, step, ...]``."""
 
     @abstractmethod
     def second(self, memory: cute.Tensor) -> cute.Tensor:
@@ -45,13 +44,13 @@ class Product(ABC):
 
     @abstractmethod
     def accumulate(self, on: bool) -> None:
-        """Add products to the accumulators from here on, or replace them. It cannot change inside a
-        run-time loop."""
+        """Add products to the accumulators from here on, or replace them.
+        It cannot change inside a run-time loop."""
 
     @abstractmethod
     def packed(self, words: cute.Tensor) -> Any:
-        """A first operand that is in registers: ``words`` are its 16-bit numbers in the order of
-        accumulators, two in each; only for products with ``registers``."""
+        """A first operand that is in registers, for products with ``registers`` only.
+        ``words`` are its 16-bit numbers in the order of accumulators, two in each."""
 
     @abstractmethod
     def put(self, operand: Any, words: cute.Tensor) -> None:
@@ -63,18 +62,17 @@ class Product(ABC):
 
 
 class GatheredProduct(Product):
-    """A product of two fp32 operands as TF32, whose first operand threads may bring to
-    registers."""
+    """A product of two fp32 operands as TF32; threads may bring the first one to registers."""
 
     @abstractmethod
     def gathered(self, memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
-        """A thread's numbers of a step of the first operand in shared memory, for `bring`;
-        whichever of its labels is contiguous."""
+        """A thread's numbers of a step of the first operand in shared memory, for `bring`.
+        Whichever of its labels is contiguous."""
 
     @abstractmethod
     def bring(self, steps: list[list[Float32]]) -> list[Any]:
-        """Bring a thread's numbers of some steps to where `multiply` and `replace` take them; they
-        take the place of those before, whose products have been waited for."""
+        """Bring a thread's numbers of some steps to where `multiply` and `replace` take them.
+        They take the place of those before, whose products have been waited for."""
 
     @abstractmethod
     def replace(self, accumulator: Any, first: Any, second: Any) -> None:
@@ -130,8 +128,8 @@ class Products(ABC):
     def open(
         self, memory: Any, warpgroups: int, registers: int, dependent: bool, joint: bool = False
     ) -> Products:
-        """Take room for ``registers`` accumulators of each thread of the consumer warpgroups; what
-        is returned multiplies.
+        """Take room for ``registers`` accumulators of each thread of the consumer warpgroups.
+        The result multiplies.
 
         Args:
             memory: of `allocate`.
@@ -156,8 +154,7 @@ class Products(ABC):
         """Set accumulators to zero."""
 
     def zeroed(self, product: Product, columns: int, rows: int, blocks: int) -> list[list[Any]]:
-        """Accumulators of zeros with ``columns`` as their N extent, ``blocks`` in each of the
-        ``rows``."""
+        """Accumulators of zeros: ``blocks`` in each of the ``rows``, with this N extent."""
         found = [[product.accumulator(columns) for _ in range(blocks)] for _ in range(rows)]
         for row in found:
             for accumulator in row:
@@ -181,8 +178,8 @@ class Products(ABC):
         """Add to it what products have added since the last time, which have been waited for."""
 
     def fetched(self, accumulators: list[list[Any]]) -> list[list[cute.Tensor]]:
-        """Fragments of accumulators whose products have been waited for, one of each block of
-        rows."""
+        """Fragments of accumulators, one of each block of rows.
+        Their products have been waited for."""
         found = [[self.registers(a) for a in row] for row in accumulators]
         for row, fragments in zip(accumulators, found, strict=True):
             for accumulator, fragment in zip(row, fragments, strict=True):
@@ -199,8 +196,8 @@ class Products(ABC):
 
     @abstractmethod
     def wait(self, left: int) -> None:
-        """Wait for all groups but the last ``left``: they have read their operands, and their
-        results are there."""
+        """Wait for all groups but the last ``left``.
+        They have read their operands, and their results are there."""
 
     @abstractmethod
     def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:

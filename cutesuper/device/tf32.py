@@ -42,9 +42,9 @@ def rounded_all(values: cute.TensorSSA) -> cute.Tensor:
 
 
 def gathered(memory: cute.Tensor, step: int, slot: Any, thread: Any) -> list[Float32]:
-    """A thread's four numbers of a step of the first operand in shared memory, ``[64, depth,
-    slot]``, whichever label is contiguous: rows ``16 w + l / 4 + {0, 8}`` at place ``l % 4`` of the
-    step, then the same at ``l % 4 + 4``."""
+    """A thread's four numbers of a step of the first operand in shared memory.
+    The operand is ``[64, depth, slot]``, whichever label is contiguous: rows ``16 w + l / 4 + {0,
+    8}`` at place ``l % 4`` of the step, then the same at ``l % 4 + 4``."""
     lane, layout, found = thread % 32, memory.layout, list[Float32]()
     row = thread // 32 % 4 * 16 + lane // 4
     first = cute.recast_ptr(memory.iterator, dtype=Float32)  # without its swizzle

@@ -23,8 +23,8 @@ from cutesuper.device.memory import neighbours
 def copy_word(
     source: cute.Pointer, target: cute.Pointer, count: Any, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Copy the first ``count`` bytes of a word into shared memory, and zeros behind them. The word
-    is there after `wait_for_words`, for the warp that has asked for it."""
+    """Copy the first ``count`` bytes of a word into shared memory, and zeros behind them.
+    The word is there after `wait_for_words`, for the warp that has asked for it."""
     nvvm.cp_async_shared_global(
         target.to_llvm_ptr(loc=loc, ip=ip), source.to_llvm_ptr(loc=loc, ip=ip), 2 * PIECE,
         nvvm.LoadCacheModifierKind.CG, cp_size=Int32(count).ir_value(loc=loc, ip=ip),

@@ -100,8 +100,9 @@ class _Distribution:
         return self._split(factors, kept, over, lambda f, k: self._mean(f, k, over))
 
     def _sum(self, factors: list[int], kept: list[int], over: str) -> int:
-        """``sum over K of the factors``. A summed mean becomes the sum of its operand: a factor for
-        the number of elements would be right at one extent only."""
+        """``sum over K of the factors``.
+        A summed mean becomes the sum of its operand: a factor for the number of elements would be
+        right at one extent only."""
         if not factors:
             return self._reduction("sum", (self._times(kept),), over)
         op = self.ops[factors[0]]

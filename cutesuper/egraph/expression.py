@@ -52,8 +52,9 @@ class AtomKind(IntEnum):
 
 
 class Atom(NamedTuple):
-    """A factor. ``labels``: the free labels of a variable, or the reduced parts of a fold, which
-    combines their elements by the monoid ``how``."""
+    """A factor.
+    ``labels``: the free labels of a variable, or the reduced parts of a fold, which combines their
+    elements by the monoid ``how``."""
 
     kind: AtomKind
     name: str
@@ -75,8 +76,8 @@ class Monomial(NamedTuple):
 
 
 def _memoised(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember a method's results for the lifetime of the table (arguments are ints, strings and
-    tuples; a result is never None)."""
+    """Remember a method's results for the lifetime of the table.
+    Arguments are ints, strings and tuples; a result is never None."""
     name = method.__name__
 
     @wraps(method)
@@ -182,8 +183,8 @@ class Expressions:
         )
 
     def fold(self, how: str, x: int, label: str, parts: tuple[str, ...]) -> int:
-        """A maximum, or another reduction that is no sum, over parts of a label; one over other
-        parts of it is combined with these."""
+        """A maximum, or another reduction that is no sum, over parts of a label.
+        One over other parts of it is combined with these."""
         inner = self.is_fold(x, how, label)
         if inner is not None:
             x, parts = inner.argument, (*inner.labels, *parts)
@@ -318,8 +319,8 @@ class Expressions:
 
     @_memoised
     def size(self, x: int) -> int:
-        """A size that grows with every operation that keeps a value's parts; it orders the
-        extraction.
+        """A size that grows with every operation that keeps a value's parts.
+        It orders the extraction.
 
         It counts coefficients, and treats exp additively (``exp(x) * exp(y) = exp(x + y)`` must not
         shrink): a measure without both lost 12 of 300 random goals.

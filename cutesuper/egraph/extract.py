@@ -299,8 +299,9 @@ class _Builder:
 def unsized(
     dims: Mapping[str, Dim], axes: tuple[Axis, ...], ops: tuple[BlockOp, ...]
 ) -> BlockProgram:
-    """A program without sizes. Exactly one axis of a symbolic label has no extent, the innermost
-    that may be open, and its tile is 1."""
+    """A program without sizes.
+    Exactly one axis of a symbolic label has no extent, the innermost that may be open, and its tile
+    is 1."""
     used = {d for op in ops for d in op.dims}
     dims = {d: n for d, n in dims.items() if d in used}
     inner = {a.dim: a.kind for kind in OPENED for a in axes if a.kind == kind}

@@ -1,5 +1,5 @@
-"""Goal tests: can a value still become part of a wanted output? They use exact division of normal
-forms and keep the table of classes small.
+"""Tests of values that may still become part of a wanted output.
+They use exact division of normal forms and keep the table of classes small.
 
 ``X * W`` can become part of ``X * W / s`` (multiply by ``1 / s``); ``X + W`` and ``X * X`` cannot.
 Brute force over 39,000 small expressions and 28,475 nodes of random programs found no value wrongly

@@ -278,8 +278,9 @@ def _separate(region: Region) -> _Unification | None:
 
 
 def _unshared(region: Region) -> Region:
-    """The region with a separate computation for each use of a value; equal ones are merged again
-    when their labels are known. Raises SearchError past `MAX_UNSHARED` operators."""
+    """The region with a separate computation for each use of a value.
+    Equal ones are merged again when their labels are known. Raises SearchError past `MAX_UNSHARED`
+    operators."""
     inputs, ops = len(region.inputs), list[RegionOp]()
     made: list[View] = []  # operands whose operators are still to be made
     todo: list[tuple[View, bool]] = [(v, False) for v in reversed(region.outputs)]
@@ -332,8 +333,8 @@ def _side_by_side(found: _Unification) -> _Unification:
 
 
 def _beside_rows(found: _Unification) -> _Unification:
-    """Give rows that are put somewhere labels of an output with which they share none, where both
-    have the same extents, the row's own among them.
+    """Give rows that are put somewhere the labels of an output with which they share none.
+    Both have the same extents, the row's own among them.
 
     before: ``K[M, N]`` with positions and ``V[M2, N2]`` as it is, both into caches, two kernels;
     after: ``V[M, N]``, one kernel.
@@ -504,23 +505,27 @@ class _Unification:
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:
-            slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
-            rows, columns = (self.names.get(self.find(s)) for s in slots)
             one_row = op.shape[-2] == 1 and attributes["alignment"] == "bottom_right"
             if one_row or op.shape[-1] == 1:  # nothing is hidden: the operand itself
                 return args[0]
-            if rows is None:
-                raise SearchError(
-                    f"{kind} of one row, 'top_left': only its first column is seen; "
-                    "use 'bottom_right' for a row that sees all columns"
-                )
-            attributes |= {"rows": rows, "columns": columns}
+            attributes |= self._causal(i, op)
         made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)
         key = kind, made.inputs, over, tuple(sorted(attributes.items()))
         if key not in index:  # otherwise another use already computed it
             ops.append(made)
             index[key] = len(ops) - 1
         return index[key]
+
+    def _causal(self, i: int, op: RegionOp) -> Attributes:
+        """The labels of a mask by positions alone. Raises SearchError."""
+        slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
+        rows, columns = (self.names.get(self.find(s)) for s in slots)
+        if rows is None:
+            raise SearchError(
+                f"{op.kind} of one row, 'top_left': only its first column is seen; "
+                "use 'bottom_right' for a row that sees all columns"
+            )
+        return {"rows": rows, "columns": columns}
 
     def _counted(self, i: int, op: RegionOp) -> Attributes:
         """Attributes of a mask with lengths or labels. Raises SearchError."""

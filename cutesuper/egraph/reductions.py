@@ -22,8 +22,8 @@ def operand_labels(program: LabelledProgram, op: LabelledOp) -> frozenset[str]:
 
 
 def rows_meet(region: Region) -> bool:
-    """True if one kernel without matrix products computes everything without repeating work: some
-    value has all labels, and so has every reduced value, except for labels that were reduced
+    """True if one kernel without products computes everything without repeating work.
+    Some value has all labels, and so has every reduced value, except for labels that were reduced
     before.
 
     before: RMSNorm and the sum of its rows, true; two softmaxes of different extents, false: one

@@ -78,7 +78,7 @@ class Derivation(NamedTuple):
 
 
 class TooLarge(SearchError):
-    """There are more classes than the limit."""
+    """More classes than the limit."""
 
 
 class Table:
@@ -200,8 +200,8 @@ class Table:
         return self
 
     def results(self, i: int, j: int | None = None) -> list[tuple[int, Derivation]]:
-        """Enter all results of one step from class i, or from i and j <= i; return classes and
-        derivations.
+        """Enter all results of one step from class i, or from i and j <= i.
+        Return classes and derivations.
 
         `run` enters all of them. This method serves callers that build programs forwards; rescaled
         sums take three operands and are left out.

@@ -137,8 +137,8 @@ class Space:
         return found
 
     def _chosen(self, x: int, y: int) -> tuple[tuple[str, bool], ...]:
-        """Operators without algebra that give a useful result for two normal forms: only those
-        whose operands in the program have these forms, now or after later sums.
+        """Operators without algebra that give a useful result for two normal forms.
+        Only those whose operands in the program have these forms, now or after later sums.
 
         Without this test every value met every other one in programs with such an operator, as the
         derivative of relu is: 26 operators of a LoRA's backward pass took 26 s.

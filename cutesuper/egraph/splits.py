@@ -205,8 +205,9 @@ def _nested(kinds: tuple[tuple[AxisKind, ...], ...]) -> bool:
 
 
 def _needed_again(program: LabelledProgram) -> set[str]:
-    """Labels of an output that depends on a reduction over them, as softmax does: a loop over such
-    a label has to be walked again, and a second kernel cannot continue after the grid has ended."""
+    """Labels of an output that depends on a reduction over them, as softmax does.
+    A loop over such a label has to be walked again, and a second kernel cannot continue after the
+    grid has ended."""
     over: list[set[str]] = []
     for op in program.ops:
         before = set[str]().union(*(over[i] for i in op.inputs))
@@ -215,8 +216,8 @@ def _needed_again(program: LabelledProgram) -> set[str]:
 
 
 def _pays(kinds: tuple[AxisKind, ...], whole: int, looped: int) -> bool:
-    """True if a reduced label is long enough for these axes; ``looped``: the least extent for a
-    loop.
+    """True if a reduced label is long enough for these axes.
+    ``looped``: the least extent for a loop.
 
     The head dimension of attention is held as a whole: 1845 splits of its backward pass become 150.
     """

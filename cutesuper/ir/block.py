@@ -121,14 +121,13 @@ class BlockOp:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors of a load or store: its own, then that of the integers through which
-        it reads, if any."""
+        """Names of the tensors of a load or store, its own first.
+        The other one, if any, has the integers through which it reads."""
         return tuple(self.attributes[k] for k in NAMES if k in self.attributes)
 
     @property
     def gathering(self) -> Operator | None:
-        """For a load that puts parts of a tensor together as integers say: the operator that it
-        does the work of."""
+        """The operator that a load does the work of if it gathers as integers say, else None."""
         if self.kind != LOAD:
             return None
         return next((facets(THROUGH[k]) for k in THROUGH if k in self.attributes), None)
@@ -222,9 +221,9 @@ class BlockProgram:
 
     @cached_property
     def alternatives(self) -> tuple[str, ...]:
-        """Labels of the grid of which every stored tensor has one, and no operation two: a block
-        works for one of them, so their blocks add up. What it computes for the others is what their
-        own blocks store.
+        """Labels of the grid of which every stored tensor has one, and no operation two.
+        A block works for one of them, so their blocks add up. What it computes for the others is
+        what their own blocks store.
 
         before: ``X W[M, N]`` and ``X V[M, N2]``; after: ``(N, N2)``. Empty without two of them.
         """
@@ -370,8 +369,7 @@ class KernelStep:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the tensors it loads, and of the integers it loads and stores through, each
-        once."""
+        """Names of the tensors it loads, and of the integers of its loads and stores, each once."""
         found = [n for op in self.program.loads() for n in op.tensors]
         found += [n for op in self.program.stores() for n in op.tensors[1:]]
         return tuple(dict.fromkeys(found))
@@ -418,8 +416,8 @@ class MuGraph:
     def renamed(
         self, names: Mapping[str, str], symbols: Mapping[str, str] | None = None
     ) -> MuGraph:
-        """The same program with other names of tensors and symbolic extents; those that are left
-        out stay."""
+        """The same program with other names of tensors and symbolic extents.
+        Those that are left out stay."""
 
         def dim(d: Dim) -> Dim:
             new = symbols or {}
@@ -433,8 +431,8 @@ class MuGraph:
             return replace(p, dims={k: dim(d) for k, d in p.dims.items()}, ops=ops)
 
         def renamed(op: BlockOp) -> dict[str, Any]:
-            """Attributes with new names: those of a load or store name a tensor, and the integers
-            through which it is read."""
+            """Attributes with new names.
+            Those of a load or store name a tensor, and the integers through which it is read."""
             named = {k: name(op.attributes[k]) for k in NAMES if k in op.attributes}
             return {**op.attributes, **named}
 

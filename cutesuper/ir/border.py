@@ -55,8 +55,7 @@ class PartOf:
     starts: tuple[int, ...]
 
     def aligned(self, shape: Shape, itemsize: int) -> bool:
-        """True if all rows of the part, which has this shape, begin and end at multiples of 16
-        bytes."""
+        """True if all rows of the part, of this shape, begin and end at multiples of 16 bytes."""
         ends = (self.whole[-1], self.starts[-1], shape[-1])
         return all(isinstance(n, int) and n * itemsize % ALIGNMENT == 0 for n in ends)
 

@@ -238,8 +238,8 @@ def _check_put(op: BlockOp, where: str) -> None:
 
 
 def _check_through(op: BlockOp, where: str) -> None:
-    """Check a load through a table or an index: there is one of them, which is a name. The first
-    two dimensions of sequences in pages have one label each."""
+    """Check a load through a table or an index: there is one of them, which is a name.
+    The first two dimensions of sequences in pages have one label each."""
     given, mapping = [k for k in THROUGH if k in op.attributes], op.attributes["map"]
     if len(given) > 1:
         raise GraphError(f"{where}: it goes through {' and '.join(given)}; one of them")
@@ -347,8 +347,8 @@ def _check_integer_operand(program: BlockProgram, op: BlockOp, where: str) -> No
 
 
 def _check_counted(program: BlockProgram, op: BlockOp, where: str) -> None:
-    """Check that the operands are a matrix and integers for its rows, and that rows are named where
-    they count."""
+    """Check that the operands are a matrix and integers for its rows.
+    Rows must be named where they count."""
     labels, lengths = (program.ops[j].dims for j in op.inputs)
     rows, columns = (op.attributes[k] for k in _MASKED)
     if columns not in labels or (rows is not None and rows not in labels) or rows == columns:
@@ -407,8 +407,8 @@ def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: 
 def _check_grid_reduce(
     axis: Axis, pending: frozenset[str], inside: frozenset[str], where: str
 ) -> None:
-    """Check that the number of blocks is known, so that each leaves one result, and that only grid
-    axes are still pending."""
+    """Check that the number of blocks is known, and that only grid axes are still pending.
+    Each block leaves one result."""
     if axis.extent is None:
         raise GraphError(
             f"{where}: {axis.name} is open; the number of partial results must be known: give it "
@@ -423,8 +423,8 @@ def _check_grid_reduce(
 
 
 def _check_combined(program: BlockProgram, op: BlockOp, state: ValueState, where: str) -> None:
-    """Check that a value combined over the grid meets no value that differs between blocks, and
-    that a partial result of several grid axes is combined over all of them, one after the other."""
+    """Check that a value combined over the grid meets no value that differs between blocks.
+    A partial result of several grid axes is combined over all of them, one after the other."""
     for name, _ in sorted(state.closed):
         axis = program.axis(name)
         if axis.kind != AxisKind.GRID:
@@ -517,8 +517,8 @@ def check_mugraph(mu: MuGraph) -> None:
 
 
 def _check_parts(mu: MuGraph, of_outputs: dict[str, tuple[str, ...]]) -> None:
-    """Check that parts lie inside of inputs and outputs, and that those of an output are all of it,
-    each element once."""
+    """Check that parts lie inside of inputs and outputs.
+    Those of an output are all of it, each element once."""
     found = ((t, t.part.of, t.part.starts) for t in mu.tensors.values() if t.part is not None)
     for t, of, starts in found:
         if of not in (*mu.inputs, *mu.outputs) or t.name in (*mu.inputs, *mu.outputs):
@@ -607,8 +607,8 @@ def _put(mu: MuGraph, op: BlockOp, where: str) -> Shape:
 
 
 def _check_integers(mu: MuGraph, step: KernelStep) -> None:
-    """Check that integers are operands of operators that take them, or what loads go through, in
-    the types that these take."""
+    """Check that integers are operands of operators that take them, or what loads go through.
+    Their types are those that these take."""
     where, ops = f"muGraph, kernel {step.name}", step.program.ops
     _check_places(ops, where)
     for i, op in enumerate(ops):

@@ -45,8 +45,8 @@ def definitions(names: Iterable[str]) -> dict[str, str]:
 
 
 def are_still(texts: Sequence[str], names: Iterable[str]) -> bool:
-    """True if the added operators still are what `definitions` said; for one that cannot be hashed,
-    True if its text was made in this process."""
+    """True if the added operators still are what `definitions` said.
+    For one that cannot be hashed, True if its text was made in this process."""
     now = [definition(TABLE[n]) for n in added(names)]
     return len(now) == len(texts) and all(
         text == known if known else text.startswith(_PROCESS)

@@ -256,8 +256,8 @@ class Derivation(KernelGraph):
         return found[t.index]
 
     def _hidden(self, t: Tensor, masked: Tensor) -> dict[int, bool]:
-        """For each node that ``t`` is computed from: True if it is -inf wherever ``masked`` is;
-        factors of a masked value are positive."""
+        """For each node that ``t`` is computed from: True if it is -inf wherever ``masked`` is.
+        Factors of a masked value are positive."""
         found: dict[int, bool] = {}
         for i in self._needed(t):
             facets, args = self.nodes[i].facets, self.nodes[i].inputs
@@ -298,8 +298,9 @@ class Derivation(KernelGraph):
         return g
 
     def _given_to(self, n: Node, i: int, t: Tensor) -> Tensor:
-        """An operand in a plain graph. A given one may be stored as another type than the program
-        computes it in, which products do not take, so it is converted."""
+        """An operand in a plain graph.
+        A given one may be stored as another type than the program computes it in, which products do
+        not take, so it is converted."""
         own = self.nodes[i].dtype
         other = lookup(n.operator).one_type and not own.integer and t.dtype != own
         return t.graph.convert(t, own) if other else t

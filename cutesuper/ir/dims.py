@@ -57,8 +57,8 @@ def size(shape: Shape) -> int:
 
 
 def open_size(shape: Shape) -> bool:
-    """True if a number of elements is known only at the call: kernels have 32 bits for offsets in
-    such a tensor."""
+    """True if a number of elements is known only at the call.
+    Kernels have 32 bits for offsets in such a tensor."""
     return any(isinstance(d, Symbol) for d in shape)
 
 

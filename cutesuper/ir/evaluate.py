@@ -36,8 +36,9 @@ def reference(kind: str, args: list[Any], attributes: Attributes, fates: Fates) 
 
 
 def hidden_difference(difference: Any, args: list[Any]) -> Any:
-    """A difference where -inf minus -inf is -inf: a row or tile without visible elements has the
-    maximum -inf, which is only ever subtracted from hidden elements."""
+    """A difference where -inf minus -inf is -inf.
+    A row or tile without visible elements has the maximum -inf, which is only ever subtracted from
+    hidden elements."""
     return difference.masked_fill((args[0] == -inf) & (args[1] == -inf), -inf)
 
 
@@ -81,8 +82,8 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
 
 
 def run_reference(graph: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs in the graph's element types, computed in float32 like the kernels do, even under
-    autocast."""
+    """The outputs in the graph's element types, computed in float32 like the kernels do.
+    Also under autocast."""
     import torch
 
     device = inputs[0].device.type if inputs else "cpu"

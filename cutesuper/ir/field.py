@@ -443,8 +443,8 @@ class FieldAlgebra:
         return self.mul(x, y.like(y.dims, inverse(y.p, self.primes.p), q))
 
     def seen(self, y: FieldValue) -> FieldValue:
-        """The divisor y, with 1 in place of 0, as where all its summands are hidden (see
-        `cutesuper.ir.unseen`). Those went through an exponential and have no residues mod q."""
+        """The divisor y, with 1 in place of 0, as where all its summands are hidden.
+        Those went through an exponential and have no residues mod q (see `cutesuper.ir.unseen`)."""
         if y.q is not None:
             return y
         empty = y.p == 0 if self._zero_root is None else (y.p == 0) | (y.p == self._zero_root)
@@ -560,8 +560,8 @@ class FieldAlgebra:
         return self.add(x, y)
 
     def scanned(self, x: FieldValue, dim: str, length: int, reverse: bool) -> FieldValue:
-        """Sums of the first ``length`` elements along a dimension up to each, or from each on; what
-        is behind is 0."""
+        """Sums of the first ``length`` elements along a dimension up to each, or from each on.
+        What is behind is 0."""
         axis, step = x.dims.index(dim), -1 if reverse else 1
         inside = (slice(None),) * axis + (slice(length),)
         back = (slice(None),) * axis + (slice(None, None, step),)

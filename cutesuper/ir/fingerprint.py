@@ -198,8 +198,8 @@ class _Writer:
         return self.text("builtin" if hasattr(builtins, first) else "missing")
 
     def _attribute(self, x: Any, names: list[str]) -> None:
-        """Hash an attribute such as ``math.pi`` of a module; of other objects, the object
-        itself."""
+        """Hash an attribute such as ``math.pi`` of a module.
+        Of other objects, the object itself."""
         where = ""
         while isinstance(x, types.ModuleType) and names and hasattr(x, names[0]):
             where = x.__name__
@@ -268,8 +268,7 @@ class _Writer:
             self._origin(x.__module__)
 
     def _object(self, x: Any) -> None:
-        """Hash an object as `pickle` would write it, and its attributes, in case that omits
-        them."""
+        """Hash an object as `pickle` would write it, and its attributes, which that may omit."""
         self.text("object")
         try:
             made = copyreg.dispatch_table.get(type(x), _reduced)(x)
@@ -340,8 +339,8 @@ def _is_named(x: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[tuple[Any, ...], ...]:
-    """``("global", name, attribute, ..)`` and ``("import", module, name, ..)`` of a function and
-    of those inside it, in order."""
+    """The global names and imports of a function and of those inside it, in order.
+    ``("global", name, attribute, ..)`` and ``("import", module, name, ..)``."""
     steps = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
     found: dict[tuple[Any, ...], None] = {}
     for n, step in enumerate(steps):
@@ -363,8 +362,8 @@ def _attributes(steps: list[dis.Instruction], n: int) -> Iterator[str]:
 
 
 def _imported(module: str, names: list[str], f: types.FunctionType) -> tuple[Any, ...]:
-    """The module that a function imports, and its top-level package. Raises Unknown if part of it
-    is not loaded yet."""
+    """The module that a function imports, and its top-level package.
+    Raises Unknown if part of it is not loaded yet."""
     package = f.__globals__.get("__package__") or ""
     try:
         full = importlib.util.resolve_name(module, package)

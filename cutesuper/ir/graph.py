@@ -126,8 +126,9 @@ class KernelGraph(NamedOperators):
         """Add an input.
 
         Args:
-            dims: extents; all but the last may be a `Symbol` (``cs.symbol("M")``), and a vector's
-                only one.
+            dims: extents, of which any may be a `Symbol` (``cs.symbol("M")``). Which ones a kernel
+                takes is up to its loop: matrix products the first extent, rows any but that of a
+                row, attention those of rows and keys.
             dtype: fp16, bf16 or fp32, which may differ from input to input; int32 for lengths and
                 tables of pages (`length_mask`, `gather_pages`); int64 or int32 for labels (`pick`,
                 `label_weight`) and indices of rows (`take_rows`, `put_rows`).
@@ -137,7 +138,7 @@ class KernelGraph(NamedOperators):
                 the stream has finished. Weights are, activations are not.
 
         Raises:
-            ShapeError: an extent that is not a positive int (or a Symbol before the last one).
+            ShapeError: an extent that is neither a positive int nor a Symbol.
             DTypeError: another element type.
             GraphError: a name that is taken, or that cannot be printed.
             OptionError: ``constant`` is neither True nor False.
@@ -151,13 +152,12 @@ class KernelGraph(NamedOperators):
                 "scalar, or a number where an operand may be one"
             )
         for i, d in enumerate(shape):
-            ok = isinstance(d, Symbol) and (i == 0 or i + 1 < len(shape))
-            ok = ok or (isinstance(d, int) and not isinstance(d, bool) and d > 0)
-            if not ok:
+            number = isinstance(d, int) and not isinstance(d, bool) and d > 0
+            if not (number or isinstance(d, Symbol)):
                 texts = [str(e) if isinstance(e, Symbol) else repr(e) for e in shape]
                 raise ShapeError(
                     f"new_input(dims=[{', '.join(texts)}]): extent {i} is {texts[i]}; extents are "
-                    "positive ints, and all but the last may be symbolic"
+                    "positive ints or symbols"
                 )
             if isinstance(d, Symbol):
                 self._check_symbol(d)
@@ -223,8 +223,7 @@ class KernelGraph(NamedOperators):
 
     @property
     def continued(self) -> dict[int, int]:
-        """The outputs that rows are put into, by position, and the position of the input that each
-        is elsewhere."""
+        """The outputs that rows are put into, by position, each with the position of its input."""
         made = {n: self.nodes[i] for n, i in enumerate(self.outputs)}
         return {n: self.inputs.index(p.inputs[0]) for n, p in made.items() if p.facets.puts}
 
@@ -262,8 +261,7 @@ class KernelGraph(NamedOperators):
         return dtypes.pop() if len(dtypes) == 1 else float32
 
     def needed(self, values: Iterable[int], given: Collection[int] = ()) -> set[int]:
-        """Indices of all nodes that these values depend on, and of the values themselves, back to
-        those that are given."""
+        """Indices of these values and of all nodes they depend on, back to those that are given."""
         found = {i for i in values if i not in given}
         for i in reversed(range(len(self.nodes))):
             if i in found:
@@ -271,8 +269,8 @@ class KernelGraph(NamedOperators):
         return found
 
     def expanded(self) -> KernelGraph:
-        """The same program in primitive operators, without nodes that no output needs, and without
-        concatenations and slices but at its border (`cutesuper.ir.border`).
+        """The same program in primitive operators, without nodes that no output needs.
+        Concatenations and slices remain at its border only (`cutesuper.ir.border`).
 
         before: ``y = rms_norm(x)``; after: ``y = div(x, sqrt(add(mean(square(x)), 1e-6)))``.
         Inputs keep their order, their names and their attributes, used or not.
@@ -290,8 +288,8 @@ class KernelGraph(NamedOperators):
 
     @property
     def joins_sums(self) -> bool:
-        """True if an output that is put together from pieces needs a sum (a product, a maximum)
-        over pieces: all of them are read before any is made, in a kernel for each width."""
+        """True if an output that is put together from pieces needs a reduction over pieces.
+        All of them are read before any is made, in a kernel for each width."""
         from cutesuper.ir.remove_concat import joins_sums
 
         joins = any(n.facets.joins for n in self.nodes)
@@ -350,8 +348,8 @@ class KernelGraph(NamedOperators):
         return g._with_types_of(self)
 
     def copy_node(self, other: KernelGraph, i: int, operands: Sequence[Tensor]) -> Tensor:
-        """Node ``i`` of another graph with operands of this one, in the type that it has there for
-        its users, which may be a wider one than follows from the operands."""
+        """Node ``i`` of another graph with operands of this one, in the type that it has there.
+        Its users need that type, which may be a wider one than follows from the operands."""
         node = other.nodes[i]
         t = self.apply(node.operator, *operands, **dict(node.attributes))
         self.nodes[t.index] = replace(t.node, dtype=other.own_dtype(other.tensor(i)))
@@ -421,14 +419,14 @@ class KernelGraph(NamedOperators):
         return t if dtype == t.dtype else self.convert(t, dtype)
 
     def _with_types_of(self, other: KernelGraph) -> KernelGraph:
-        """This graph, with outputs stored in the types of another graph's outputs."""
+        """The graph with outputs stored in the types of another graph's outputs."""
         for i, j in zip(self.outputs, other.outputs, strict=True):
             self.nodes[i] = replace(self.nodes[i], dtype=other.nodes[j].dtype)
         return self
 
     def _widen(self, first: int) -> None:
-        """Let values of a composite operator of float32 be float32 as well, so that a kernel that
-        stores one does not round it; operands of products keep their type."""
+        """Let values of a composite operator of float32 be float32 as well.
+        A kernel that stores one does not round it then. Operands of products keep their type."""
         kept = set[int]()
         for i in reversed(range(first, len(self.nodes))):
             node = self.nodes[i]

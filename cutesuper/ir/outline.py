@@ -43,8 +43,8 @@ class Section:
 
 
 def sections(program: BlockProgram) -> tuple[Section, ...]:
-    """The program in the order in which it runs; empty sections are left out. They are cached with
-    the program, since every value of a page needs them.
+    """The program in the order in which it runs; empty sections are left out.
+    They are cached with the program, since every value of a page needs them.
 
     Raises:
         GraphError: the program is illegal.
@@ -77,8 +77,8 @@ def _sections(program: BlockProgram) -> tuple[Section, ...]:
 
 
 def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) -> list[int]:
-    """Phase of each operation: 0 before the axis, 1 in its first walk, 2 after it, 3 in the
-    next."""
+    """Phase of each operation: 0 before the axis, 1 in its first walk, 2 after it.
+    3 in the next."""
     if axis is None:
         return [0] * len(states)
     phases: list[int] = []
@@ -97,7 +97,7 @@ def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) 
 
 
 def loop_titles(program: BlockProgram, section: Section) -> list[str]:
-    """The section's loops as titles: ``for K.loop in 16``, and ``for K.loop in 16, walk 2``;
+    """The section's loops as titles: ``for K.loop in 16``, and ``for K.loop in 16, walk 2``.
     ``in about 16`` if the axis is open."""
     titles = [
         f"for {a.name} in {'about ' if a.extent is None else ''}{program.parts(a)}"

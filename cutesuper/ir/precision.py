@@ -19,8 +19,8 @@ def precision_of(attributes: Mapping[str, Any]) -> str:
 
 
 def rounded(x: Any, attributes: Mapping[str, Any]) -> Any:
-    """An operand of a product with these attributes, a tensor of PyTorch: float32 is rounded to
-    TF32, ties to even, where the precision allows it."""
+    """An operand of a product with these attributes, a tensor of PyTorch.
+    Float32 is rounded to TF32, ties to even, where the precision allows it."""
     import torch
 
     if precision_of(attributes) == EXACT or x.dtype != torch.float32:

@@ -1,5 +1,4 @@
-"""Relations between things: what is reached from some, an order for those that need each other, and
-classes of equal ones.
+"""Relations between things: reachability, orders of dependence, classes of equal ones.
 
 Nothing here recurses: a program may have thousands of operators, one after the other.
 """
@@ -13,8 +12,8 @@ T = TypeVar("T", bound=Hashable)
 
 
 def reachable(starts: Iterable[T], after: Callable[[T], Iterable[T]]) -> dict[T, None]:
-    """All that is reached from some, these included, in the order in which it is found: the last
-    start first, and what comes after it before the other starts."""
+    """All that is reached from some, these included, in the order in which it is found.
+    The last start first, and what comes after it before the other starts."""
     found: dict[T, None] = {}
     waiting = list(starts)
     while waiting:

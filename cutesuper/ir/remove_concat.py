@@ -1,5 +1,4 @@
-"""Removal of concatenations and slices: operations on a concatenated value become operations on its
-pieces.
+"""Removal of concatenations and slices: operations on their pieces take their place.
 
 No kernel copies a tensor into another one only to read it back, so `KernelGraph.expanded` removes
 ``concat`` and ``slice``. A concatenated value is *cut* along some dimensions; each value computed
@@ -46,8 +45,8 @@ _NONE: frozenset[int] = frozenset()
 
 
 def without_pieces(graph: KernelGraph) -> KernelGraph:
-    """The same program without ``concat`` and ``slice``, but for slices of inputs, and for
-    concatenations that are outputs.
+    """The same program without ``concat`` and ``slice``, but for those at its border.
+    Slices of inputs, and concatenations that are outputs, remain.
 
     Args:
         graph: primitive operators besides these two.
@@ -126,8 +125,8 @@ def _build(
 
 
 def _widen(g: KernelGraph, first: int, dtype: DType) -> None:
-    """Store sums of pieces, from node ``first`` on, as float32 between kernels: the program rounds
-    the last one only, and the others may be much larger."""
+    """Store sums of pieces, from node ``first`` on, as float32 between kernels.
+    The program rounds the last one only, and the others may be much larger."""
     for i in range(first, len(g.nodes)):
         g.nodes[i] = replace(g.nodes[i], dtype=float32)
     g.nodes[-1] = replace(g.nodes[-1], dtype=dtype)
@@ -159,8 +158,9 @@ def _stored(
 
 
 def _own(g: KernelGraph, t: Tensor, stored: set[int]) -> Tensor:
-    """A value that a kernel stores in one place: a copy of a part of an input, and of a value that
-    is stored elsewhere, or of a sum of pieces that is used, in its own type."""
+    """A value that a kernel stores in one place, in its own type.
+    A copy of a part of an input, and of a value that is stored elsewhere, or of a sum of pieces
+    that is used."""
     if t.node.operator == INPUT or t.node.facets.cuts or t.index in stored:
         t = g.convert(t, t.dtype)
     stored.add(t.index)
@@ -257,8 +257,8 @@ def _aligned(args: list[Cuts], rank: int) -> Cuts:
 
 
 def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[Use]]:
-    """Terms that make up a box of a node: for each summand (of a maximum, each candidate) the parts
-    of the operands."""
+    """Terms that make up a box of a node: the parts of the operands for each summand.
+    Of a maximum, for each candidate."""
     node = graph.nodes[i]
     operator = lookup(node.operator)
     if node.operator == INPUT:
@@ -298,8 +298,8 @@ def _needs_whole(graph: KernelGraph, cuts: list[Cuts], node: Node, box: Box) -> 
 
 
 def _first(graph: KernelGraph, node: Node, k: int, box: Box) -> Use:
-    """The part of operand k whose dimensions are the first ones; the whole operand if the node is
-    not a mask."""
+    """The part of operand k whose dimensions are the first ones.
+    The whole operand if the node is not a mask."""
     shape = graph.nodes[node.inputs[k]].shape
     if not lookup(node.operator).masks:
         return node.inputs[k], _whole(shape)

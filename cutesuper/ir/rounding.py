@@ -89,8 +89,8 @@ def small(n: Dim) -> int:
 
 
 def computed(kind: str, args: Sequence[Array], attributes: Attributes) -> Array:
-    """An element-wise operator, or a mask, on float64. Nothing is hidden here: what a mask hides
-    is -inf, which every type holds."""
+    """An element-wise operator, or a mask, on float64.
+    Nothing is hidden here: what a mask hides is -inf, which every type holds."""
     operator = lookup(kind)
     if operator.hides:
         return np.broadcast_arrays(*args)[-1]
@@ -129,8 +129,9 @@ def fits(x: Array) -> bool:
 
 
 def proportional(x: Array, y: Array) -> bool:
-    """True if x is y times one number between 1 / `FACTOR` and `FACTOR`, in every trial in which y
-    is finite. Elements are sorted first: they may be in another order, as after a transpose."""
+    """True if x is y times one number between 1 / `FACTOR` and `FACTOR`, in every trial.
+    Trials in which y is not finite do not count. Elements are sorted first: they may be in another
+    order, as after a transpose."""
     if x.size != y.size:
         return False
     x, y = (v.reshape(v.shape[0], -1) for v in (x, y))
@@ -215,8 +216,7 @@ def elements_of(graph: KernelGraph, maxima: Collection[int]) -> set[int]:
 
 
 def _tops(graph: KernelGraph) -> list[frozenset[int]]:
-    """For each node that is a maximum, or the larger one of several, all maxima that it is made
-    of."""
+    """All maxima that each maximum, or the larger one of several values, is made of."""
     found: list[frozenset[int]] = []
     for i, node in enumerate(graph.nodes):
         below = [found[j] for j in node.inputs]

@@ -1,5 +1,5 @@
-"""Kernel graphs and muGraphs as JSON. Input is validated: shapes are inferred again, and `ir.check`
-runs on the result."""
+"""Kernel graphs and muGraphs as JSON.
+Input is validated: shapes are inferred again, and `ir.check` runs on the result."""
 
 from __future__ import annotations
 

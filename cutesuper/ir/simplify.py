@@ -145,8 +145,9 @@ def _reduce(
 
 
 def _sum_of_products(g: Derivation, x: Tensor) -> Tensor | None:
-    """before: ``sum(P * (D @ V^T), -1)``, where the program has ``P @ V``;
-    after: ``sum(D * (P @ V), -1)``.
+    """Move a product out of a sum.
+    before: ``sum(P * (D @ V^T), -1)``, where the program has ``P @ V``; after: ``sum(D * (P @ V),
+    -1)``.
 
     Both are the diagonal of P V D^T. In attention P has a column for each key, D for each of a
     head's dimensions (arXiv:2205.14135, appendix B.4).

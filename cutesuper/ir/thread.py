@@ -59,8 +59,8 @@ class ThreadExpression:
         return values[-1]
 
     def text(self, names: Sequence[str]) -> str:
-        """The expression in ordinary notation, with these names for its leaves; a part of more than
-        `LONG` characters stands before it, under its own name."""
+        """The expression in ordinary notation, with these names for its leaves.
+        A part of more than `LONG` characters stands before it, under its own name."""
         shown, before = list(names), list[str]()
         for n, op in enumerate(self.ops):
             args = ", ".join(shown[i] for i in op.args)
@@ -75,8 +75,8 @@ class ThreadExpression:
 def fuse(
     program: BlockProgram, result: int, is_leaf: Callable[[int], bool], where: str
 ) -> ThreadExpression:
-    """Collect the element-wise operations between ``result`` and the nearest leaves. Raises
-    LoweringError for an operation on the way that is not element-wise."""
+    """Collect the element-wise operations between ``result`` and the nearest leaves.
+    Raises LoweringError for an operation on the way that is not element-wise."""
 
     def needs(i: int) -> tuple[int, ...]:
         if is_leaf(i):

@@ -1,5 +1,4 @@
-"""Functions of C that run a whole program: the source that goes into an exported library, and its
-header.
+"""Functions of C that run a whole program: the source in an exported library, and its header.
 
 For a program called ``x``::
 
@@ -255,8 +254,8 @@ class _Writer:
     def _packed(
         self, i: int, at: tuple[int, int], seen: Sequence[Extent], argument: Mapping[str, Any]
     ) -> Iterator[str]:
-        """The statements that write one argument: pointer, open extents, open strides; ``at`` is
-        the place of its tensor, and the byte of it that it begins at."""
+        """The statements that write one argument: pointer, open extents, open strides.
+        ``at`` is the place of its tensor, and the byte of it that it begins at."""
         place, begin = at
         if place >= self.given + len(self.wiring.between):
             shape = [self.product(seen)]  # scratch memory has one dimension

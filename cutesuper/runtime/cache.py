@@ -66,8 +66,8 @@ _IRRELEVANT_SETTINGS = {
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One compiled kernel, verified when it was read. The bytes are kept here, so that another
-    process may clear or replace the directory at any time.
+    """One compiled kernel, verified when it was read.
+    The bytes are kept here, so that another process may clear or replace the directory at any time.
 
     Attributes:
         digest: the key, 64 hex digits.
@@ -181,8 +181,8 @@ class KernelCache:
             yield from filter(_DIGEST.fullmatch, _listed(shelf))
 
     def clear(self) -> None:
-        """Remove all entries, and what was recorded of regions; loaded kernels stay usable. Locks
-        are kept: otherwise a process that waits on one would hold a lock that is invisible to
+        """Remove all entries, and what was recorded of regions; loaded kernels stay usable.
+        Locks are kept: otherwise a process that waits on one would hold a lock that is invisible to
         others."""
         folders = self._base / "tmp", self._root / RECORDS
         with self._held("all"):
@@ -245,8 +245,7 @@ class KernelCache:
 
 @functools.lru_cache(maxsize=1)
 def source_fingerprint() -> str:
-    """SHA-256 of the sources that decide the contents of an entry: operators, planning, lowering,
-    compiling.
+    """SHA-256 of the sources that decide an entry: operators, planning, lowering, compiling.
 
     A key is the text of a plan's program and knobs. The results of planning (roles, fused
     expressions) and the expansion and meaning of operators are in the sources only. Operators that

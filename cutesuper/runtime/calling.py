@@ -25,8 +25,7 @@ Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 def picker(places: Sequence[int]) -> Picker:
-    """A function that picks the elements at these places (``itemgetter`` returns a tuple for
-    several only)."""
+    """A function that picks the elements at these places, always as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: tuple(values[n] for n in places)
@@ -51,8 +50,8 @@ class Launches:
     in_place: frozenset[tuple[int, int]] = frozenset()
 
     def between(self, extent: Callable[[Symbol], int], device: Any) -> list[Any]:
-        """New tensors between kernels, for these extents of the symbols. Raises ShapeError if one
-        is too large."""
+        """New tensors between kernels, for these extents of the symbols.
+        Raises ShapeError if one is too large."""
         import torch
 
         made: list[Any] = []
@@ -127,8 +126,8 @@ class Program(ABC):
 
     @cached_property
     def _signature(self) -> Signature:
-        """The signature, made at the first call: it needs PyTorch, and `ExportedProgram.launch`
-        does not."""
+        """The signature, made at the first call.
+        It needs PyTorch, and `ExportedProgram.launch` does not."""
         return Signature(self.graph)
 
     @abstractmethod
@@ -140,8 +139,8 @@ class Program(ABC):
         """
 
     def _notice_changes(self) -> None:
-        """Record the changes of the operator table; called if operators were redefined since the
-        last call."""
+        """Record the changes of the operator table.
+        Called if operators were redefined since the last call."""
         self._changes = TABLE.changes
 
     @abstractmethod

@@ -54,8 +54,8 @@ ORDINARY = "use .to_dense(), .to_padded_tensor() or .dequantize()"
 
 
 def oddity(t: Any) -> str:
-    """Name of the property that keeps a tensor from being an array of numbers in memory: nested, a
-    sparse layout, a quantized type; empty for an ordinary one."""
+    """Name of the property that keeps a tensor from being an array of numbers in memory.
+    Nested, a sparse layout, a quantized type; empty for an ordinary one."""
     import torch
 
     if t.is_nested:
@@ -91,8 +91,8 @@ class Signature:
         self._grad_enabled = torch.is_grad_enabled
 
     def bind(self, inputs: Sequence[Any]) -> dict[str, int] | None:
-        """Check the inputs; return the extents of the symbols, or None if a gradient is to be
-        recorded.
+        """Check the inputs.
+        Return the extents of the symbols, or None if a gradient is to be recorded.
 
         Raises:
             ShapeError, DTypeError, LayoutError, DeviceError: naming the input.
@@ -182,8 +182,8 @@ class Signature:
         return outputs
 
     def _others(self, i: int, t: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """The tensors that output i, given as t, must not overlap. What rows are put into may be
-        the output itself, if nothing else reads it."""
+        """The tensors that output i, given as t, must not overlap.
+        What rows are put into may be the output itself, if nothing else reads it."""
         own = self.continued[i] if i in self._in_place else -1
         if own >= 0 and inputs[own].data_ptr() != t.data_ptr():
             own = -1
@@ -215,8 +215,12 @@ class Signature:
 
     def _explain(self, i: int, t: Any, device: Any, extents: dict[str, int]) -> None:
         """Raise for the first thing that is wrong with input ``i``."""
-        name, want = self.names[i], self.shapes[i]
-        what = f"kernel{self._call()}: input {name}"
+        what = f"kernel{self._call()}: input {self.names[i]}"
+        self._explain_type(i, what, t, device)
+        self._explain_shape(i, what, t, extents)
+        self._explain_memory(what, t)
+
+    def _explain_type(self, i: int, what: str, t: Any, device: Any) -> None:
         if not hasattr(t, "data_ptr"):  # a NumPy array, which has a dtype and a device too
             raise DTypeError(f"{what} is a {type(t).__name__}, not a torch tensor")
         if t.dtype is not self.dtypes[i]:
@@ -228,6 +232,9 @@ class Signature:
                 f"{what} is on {t.device}, input {self.names[0]} on {device}; "
                 "move all inputs to one device"
             )
+
+    def _explain_shape(self, i: int, what: str, t: Any, extents: dict[str, int]) -> None:
+        want = self.shapes[i]
         shape = self._known(want, extents)
         if t.dim() != len(want):
             raise ShapeError(
@@ -243,6 +250,9 @@ class Signature:
             raise ShapeError(f"{what} is empty ({list(t.shape)}); there is nothing to compute")
         if self._open[i]:
             check_size(what, t.shape)
+
+    @staticmethod
+    def _explain_memory(what: str, t: Any) -> None:
         if not t.is_contiguous():
             raise LayoutError(
                 f"{what} is not contiguous (strides {list(t.stride())}); call "
@@ -260,8 +270,8 @@ class Signature:
             )
 
     def _refuse_others(self, inputs: Sequence[Any], error: Exception) -> None:
-        """Raise for the first input that is no ordinary tensor; ``error`` is the exception it
-        caused."""
+        """Raise for the first input that is no ordinary tensor.
+        ``error`` is the exception it caused."""
         import torch
 
         if isinstance(error, CutesuperError):

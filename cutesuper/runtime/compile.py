@@ -290,8 +290,7 @@ def _collect(request: CompileRequest, cache: KernelCache) -> Artifact | CompileE
 
 
 def _cache_of(request: CompileRequest, cache: KernelCache) -> KernelCache:
-    """The cache for a kernel: one of this process alone if changes of its operators are
-    undetectable."""
+    """The cache for a kernel: one of this process alone if operators can change unseen."""
     if not request.unknown:
         return cache
     warn_once(

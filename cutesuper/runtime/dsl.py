@@ -156,8 +156,8 @@ def _object(compiled: Any, folder: Path, function: str, tvm_ffi: bool) -> bytes:
 
 
 def _artifact(folder: Path, extension: str) -> bytes:
-    """The contents of the dumped file; it is searched for, since its name follows no rule on some
-    architectures."""
+    """The contents of the dumped file.
+    It is searched for, since its name follows no rule on some architectures."""
     found = sorted(folder.glob(f"*.{extension}"))
     if len(found) != 1:
         raise CompileError(
@@ -190,8 +190,8 @@ def _target(arch: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def _load_runtime_libraries() -> None:
-    """Make the launch functions visible: without an engine nothing else loads them, and writing an
-    object resolves their names."""
+    """Make the launch functions visible.
+    Without an engine nothing else loads them, and writing an object resolves their names."""
     from cutlass.cute.runtime import find_runtime_libraries
 
     for path in find_runtime_libraries(enable_tvm_ffi=True):
@@ -199,8 +199,9 @@ def _load_runtime_libraries() -> None:
 
 
 def _portable_host() -> str:
-    """Options for portable host code: exported kernels must run anywhere, but the default is tuned
-    to this processor (it uses AVX registers for copying descriptors)."""
+    """Options for portable host code.
+    Exported kernels must run anywhere, but the default is tuned to this processor (it uses AVX
+    registers for copying descriptors)."""
     import platform
 
     machine = platform.machine()

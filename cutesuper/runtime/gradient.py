@@ -1,5 +1,4 @@
-"""Calls whose gradients are recorded: a forward and a backward kernel, and the tensors kept between
-them.
+"""Calls whose gradients are recorded: two kernels, and the tensors kept between them.
 
 `Kernel.gradient` makes a `Gradient`; a call with inputs that require gradients runs it as one
 operator of PyTorch's autograd. Until there is one, calls run the program as it is (`Deferred`), and
@@ -148,8 +147,8 @@ class Deferred:
         return self.kernel(list(inputs)), inputs
 
     def ready(self, kept: Sequence[torch.Tensor]) -> tuple[Gradient, Sequence[torch.Tensor]]:
-        """The derivative, made now, and the tensors kept for it: the program is run once more if
-        that are more than its inputs.
+        """The derivative, made now, and the tensors kept for it.
+        The program is run once more if that are more than its inputs.
 
         Raises:
             GraphError: there is none; says why.
@@ -222,8 +221,8 @@ class _Recorded(torch.autograd.Function):
 
 
 def _is_batched(t: Maybe) -> bool:
-    """True if a tensor comes from ``torch.autograd.grad(is_grads_batched=True)``, which is no
-    transform of functorch."""
+    """True if a tensor comes from ``torch.autograd.grad(is_grads_batched=True)``.
+    That is no transform of functorch."""
     return t is not None and functorch.is_legacy_batchedtensor(t)
 
 

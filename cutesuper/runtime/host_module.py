@@ -134,8 +134,8 @@ _Path = tuple[str, str]
 
 
 class _LaunchReader:
-    """Reader that follows one host function line by line; values are in SSA form, so a dict is
-    enough.
+    """Reader that follows one host function line by line.
+    Values are in SSA form, so a dict is enough.
 
     ``places`` maps a pointer to (the struct it points into, the path inside it); ``stored`` maps
     such a pair to the constant written there, or ``None`` for a run-time value.

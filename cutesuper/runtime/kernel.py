@@ -98,8 +98,7 @@ class Variant:
 
     @cached_property
     def wiring(self) -> tuple[tuple[int, ...], ...]:
-        """For every step, the places of its arguments among inputs, outputs, intermediates,
-        scratch."""
+        """Places of every step's arguments among inputs, outputs, intermediates and scratch."""
         place = {name: i for i, name in enumerate(self.names)}
         scratch = itertools.count(len(self.names))
         return tuple(
@@ -369,8 +368,9 @@ class Kernel(Program):
 
     @property
     def resources(self) -> Resources:
-        """Registers, spills, shared memory, stages and instruction mix; for several kernels the
-        largest of each, with instructions added up (`kernels` has them one by one)."""
+        """Registers, spills, shared memory, stages and instruction mix.
+        For several kernels the largest of each, with instructions added up (`kernels` has them one
+        by one)."""
         return combine([s.resources for s in self.kernels])
 
     @property
@@ -380,13 +380,13 @@ class Kernel(Program):
 
     @property
     def sass(self) -> str:
-        """Disassembly of all kernels. Raises CompileError, naming the package to install, without
-        nvdisasm."""
+        """Disassembly of all kernels.
+        Raises CompileError, naming the package to install, without nvdisasm."""
         return "\n".join(s.artifact.sass for s in self.kernels)
 
     def explain(self) -> str:
-        """Report on the chosen muGraph: why it was chosen, its cost, its verification, the
-        alternatives, and the gradients compiled so far."""
+        """Report on the chosen muGraph: the reasons, its cost, its verification, the alternatives.
+        And the gradients compiled so far."""
         lines = [gradient_text(g) for g in self._gradients.values() if not isinstance(g, Exception)]
         if not lines:
             return self._main.report
@@ -463,8 +463,7 @@ class Kernel(Program):
 
 
 def gradient_text(gradient: Gradient) -> str:
-    """One line on a gradient: the kept values, the number of kernels, and the call that explains
-    them."""
+    """One line on a gradient: kept values, number of kernels, and the call that explains them."""
     kept = ", ".join(gradient.split.saved) or "nothing"
     call = f"kernel.gradient({', '.join(map(repr, gradient.wrt))})"
     made = gradient.backward

@@ -69,15 +69,15 @@ def refuse_exposed(path: str) -> None:
 
 
 def sealed(content: bytes, place: bytes) -> bytes:
-    """A library with its checksum in the position of ``place``: SHA-256 of all other bytes, in
-    hexadecimal digits."""
+    """A library with its checksum in the position of ``place``.
+    SHA-256 of all other bytes, in hexadecimal digits."""
     before, _, after = content.partition(place)
     return before + _checksum(before, after) + after
 
 
 def check_seal(path: str) -> None:
-    """Refuse a library that has changed since it was written: damaged code does not fail, it
-    crashes.
+    """Refuse a library that has changed since it was written.
+    Damaged code does not fail, it crashes.
 
     Raises:
         FormatError: naming the file.
@@ -279,9 +279,9 @@ def _open_axes(numbers: Sequence[int | str]) -> list[int]:
 
 
 class CompactLaunch:
-    """Launcher of a kernel on torch tensors that were checked before: `fits_compact` when the
-    library was loaded, extents and alignment by the caller. Costs 6 us; `ExportedKernel.launch`,
-    which checks everything, costs 22 (three arguments)."""
+    """Launcher of a kernel on torch tensors that were checked before.
+    `fits_compact` when the library was loaded, extents and alignment by the caller. Costs 6 us;
+    `ExportedKernel.launch`, which checks everything, costs 22 (three arguments)."""
 
     def __init__(self, library: ExportedLibrary, kernel: ExportedKernel) -> None:
         self._library = library
@@ -320,8 +320,8 @@ class CompactLaunch:
 
 
 def fits_compact(argument: Mapping[str, Any], symbols: Mapping[str, int], alignment: int) -> bool:
-    """True if an argument accepts any compact row-major tensor that starts at ``alignment`` bytes,
-    its strides read off it where they depend on symbols.
+    """True if an argument accepts any compact row-major tensor that starts at ``alignment`` bytes.
+    Its strides are read off it where they depend on symbols.
 
     Args:
         argument: as described.

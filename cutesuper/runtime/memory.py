@@ -56,8 +56,7 @@ def homes(uses: Sequence[Use], sizes: dict[int, object]) -> dict[int, int]:
 
 
 def overwritten(uses: Sequence[Use], place: int, by: int) -> bool:
-    """True if tensor ``by`` may be written to the memory of tensor ``place``, which nothing reads
-    afterwards."""
+    """True if ``by`` may be written to the memory of ``place``, which nothing reads afterwards."""
     last = max(n for n, use in enumerate(uses) if place in use.reads)
     touched = [n for n, use in enumerate(uses) if by in use.reads | use.writes]
     return touched == [last] and (place, by) in uses[last].in_place

@@ -53,8 +53,8 @@ class Exposure:
 
 
 def exposure(path: str | os.PathLike[str], *, any_owner: bool = False) -> Exposure | None:
-    """The reason why others could have written a file or folder, or put another one in its place;
-    or None.
+    """The reason why others could have written a file or folder; None if there is none.
+    Or put another one in its place.
 
     Args:
         path: links are followed, and the folders that contain them are checked too.
@@ -167,8 +167,8 @@ def checked_temporary(folder: Path) -> Path:
 
 
 def _steps(path: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Every folder on the way to a path, then the path itself; links, and the folders they lead
-    through."""
+    """Every folder on the way to a path, then the path itself.
+    Also links, and the folders they lead through."""
     path = os.fspath(path)
     # the current folder may be gone, and only a relative path needs it
     rest = (path if os.path.isabs(path) else os.path.join(os.getcwd(), path)).split(os.sep)[::-1]
@@ -234,8 +234,8 @@ def _is_private_group(found: os.stat_result, place: str) -> bool:
 
 
 def _has_acl(place: str) -> bool:
-    """True if there is an access control list: the group's rights are then the maximum for its
-    users."""
+    """True if there is an access control list.
+    The group's rights are then the maximum for its users."""
     try:
         return "system.posix_acl_access" in os.listxattr(place, follow_symlinks=False)
     except (OSError, AttributeError):  # a file system without lists
@@ -244,8 +244,8 @@ def _has_acl(place: str) -> bool:
 
 @functools.cache
 def _nobody() -> int | None:
-    """The apparent owner (a user id) of files of users outside this container; no user inside has
-    it. None if all users are inside."""
+    """The apparent owner (a user id) of files of users outside this container.
+    No user inside has it. None if all users are inside."""
     try:
         lines = Path("/proc/self/uid_map").read_text().split("\n")
         whole = any(int(line.split()[2]) >= 2**32 - 1 for line in lines if line)

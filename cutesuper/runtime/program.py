@@ -156,8 +156,8 @@ def write_programs(
 
 
 def wired(graph: KernelGraph, variant: Variant, artifacts: dict[str, Artifact]) -> Wiring:
-    """The wiring of a program; its kernels are added to ``artifacts``, by digest: one that is
-    launched twice is stored once."""
+    """The wiring of a program.
+    Its kernels are added to ``artifacts``, by digest: one that is launched twice is stored once."""
     artifacts.update((s.artifact.digest, s.artifact) for s in variant.steps)
     kernels = list(artifacts)
     border = _border(graph)
@@ -336,8 +336,7 @@ class _Reader:
         return kernel, places
 
     def _check_scratch(self, steps: list[tuple[int, list[int]]], first: int, count: int) -> None:
-        """Check that scratch memory belongs to one argument of one step, and is none of its
-        outputs."""
+        """Check that scratch memory belongs to one argument of one step, and to no output."""
         used = [p for _, places in steps for p in places if p >= first]
         if sorted(used) != list(range(first, first + count)):
             self._refuse("scratch memory is used by several steps, or by none")
@@ -346,8 +345,8 @@ class _Reader:
                 self._refuse(f"kernel {kernel} has scratch memory as its output")
 
     def _check_order(self, steps: list[tuple[int, list[int]]], inputs: int, count: int) -> None:
-        """Check that no input is written, and that every other tensor is written before it is
-        read; one part of an output may be read where another one is written."""
+        """Check that no input is written, and that every other tensor is written before it is read.
+        One part of an output may be read where another one is written."""
         written = set(range(inputs))
         for kernel, places in steps:
             outputs = {places[i] for i in self.kernels[kernel]["outputs"]}
@@ -400,8 +399,8 @@ def _fits(argument: Mapping[str, Any], tensor: Mapping[str, Any], bound: dict[st
 def _fits_scratch(
     argument: Mapping[str, Any], scratch: Mapping[str, Any], bound: dict[str, Any]
 ) -> bool:
-    """`_fits` for scratch memory: one dimension; if symbolic, its length is shared with no other
-    argument."""
+    """`_fits` for scratch memory: one dimension.
+    If symbolic, its length is shared with no other argument."""
     if argument["dtype"] != scratch.get("dtype") or len(argument["shape"]) != 1:
         return False
     [length], shape = argument["shape"], scratch["shape"]
@@ -479,8 +478,9 @@ class ExportedProgram(Program):
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        """The tensors that `launch` takes, in order: inputs, outputs, intermediates and scratch
-        memory, each with ``name``, ``shape`` (symbols by name) and ``dtype``.
+        """The tensors that `launch` takes, in order.
+        Inputs, outputs, intermediates and scratch memory, each with ``name``, ``shape`` (symbols by
+        name) and ``dtype``.
 
         Scratch memory also has a field ``zeroed``. It is passed with one dimension and the number
         of elements of its shape, and if ``zeroed``, it has to be zero before its first launch;

@@ -104,16 +104,16 @@ KERNEL_DEVICES = {"cuda"}
 
 
 def is_capturing() -> bool:
-    """True while a CUDA graph is captured on torch's current stream: kernels can be launched, but
-    not be loaded."""
+    """True while a CUDA graph is captured on torch's current stream.
+    Kernels can be launched then, but not be loaded."""
     import torch
 
     return torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(call: str, remedy: str = "call it") -> None:
-    """Raise DeviceError while a CUDA graph is captured; ``call`` is what needs new kernels, and
-    ``remedy`` makes them."""
+    """Raise DeviceError while a CUDA graph is captured.
+    ``call`` is what needs new kernels, and ``remedy`` makes them."""
     if is_capturing():
         raise DeviceError(
             f"{call}: its first call with arguments of this kind falls into the capture of a CUDA "

@@ -173,8 +173,8 @@ def _kernel(
 
 
 def _barriers(attributes: Mapping[int, list[bytes]], text_flags: int) -> int:
-    """Number of barriers: newer cubins have an attribute, older ones a count in the flags of the
-    code."""
+    """Number of barriers.
+    Newer cubins have an attribute, older ones a count in the flags of the code."""
     if _BARRIERS in attributes:
         return attributes[_BARRIERS][0][0]
     return (text_flags >> 20) & 0x7F

@@ -138,8 +138,8 @@ class ScratchMemory:
 
 @dataclass(frozen=True)
 class _Length:
-    """Number of elements of a need, given the tensors of a call: the product of a number and of
-    tiles of symbolic extents, each with its place."""
+    """Number of elements of a need, given the tensors of a call.
+    The product of a number and of tiles of symbolic extents, each with its place."""
 
     known: int
     open: tuple[tuple[Where, Tiles], ...]
@@ -157,8 +157,8 @@ class _Length:
         return self.known * self._open(values)
 
     def rounded(self, values: Sequence[Any]) -> int:
-        """The length; the symbolic part is rounded up to a power of two, so that there are few
-        lengths."""
+        """The length.
+        The symbolic part is rounded up to a power of two, so that there are few lengths."""
         return self.known << (self._open(values) - 1).bit_length()
 
     def _open(self, values: Sequence[Any]) -> int:
@@ -196,8 +196,8 @@ class Pool:
                 self._chunks.append(self._left)
 
     def take(self, sizes: Sequence[int]) -> Any:
-        """Take zeroed bytes for all ``sizes``, multiples of `ALIGNMENT`, together; None if too few
-        are left."""
+        """Take zeroed bytes for all ``sizes``, multiples of `ALIGNMENT`, together.
+        None if too few are left."""
         size = sum(sizes)
         with self._lock:
             if self._back[size]:

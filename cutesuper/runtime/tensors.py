@@ -9,8 +9,8 @@ from cutesuper.runtime.checks import ALIGNMENT
 
 
 def usable(t: torch.Tensor) -> torch.Tensor:
-    """The tensor in the form that kernels read: contiguous, its first element aligned; a copy if
-    needed.
+    """The tensor in the form that kernels read: contiguous, its first element aligned.
+    A copy if needed.
 
     Raises LayoutError: calls are remembered by shape, whatever the layout.
     """

@@ -51,8 +51,9 @@ class WorkerLost(RuntimeError):
 
 
 class Workers(Executor):
-    """An executor of worker processes. They start when there are jobs for them, end when there were
-    none for `IDLE_S`, and are replaced when they die.
+    """An executor of worker processes.
+    They start when there are jobs for them, end when there were none for `IDLE_S`, and are replaced
+    when they die.
 
     Args:
         most: processes at a time.

@@ -29,15 +29,15 @@ def least_us(region: Region, target: Target) -> float:
 
 
 def least_of_form_us(region: Region, target: Target) -> float:
-    """Microseconds below which the skeleton that runs a region prices no kernel. It takes 1 ms, and
-    a search of the region up to 2 s. Raises SearchError if none runs it."""
+    """Microseconds below which the skeleton that runs a region prices no kernel.
+    It takes 1 ms, and a search of the region up to 2 s. Raises SearchError if none runs it."""
     program, by = recognized(region, target)
     return by.skeleton.least_us(program, by.form, target, _memory_us(region, target))
 
 
 def _memory_us(region: Region, target: Target) -> float:
-    """Time in which each tensor is read or written once. Of tensors in pages nobody knows how much
-    is read."""
+    """Time in which each tensor is read or written once.
+    Of tensors in pages nobody knows how much is read."""
     pages = {i for i, _ in region.pages}
     read = [(s, t) for i, (s, t) in enumerate(zip(region.inputs, region.input_dtypes, strict=True))
             if i not in pages]  # fmt: skip
@@ -101,8 +101,9 @@ class Bounds:
         self._open.discard(self._places[region])
 
     def below(self, near: float) -> list[Region]:
-        """The regions with a bound that are part of a sequence of at most this many times the cost
-        of the cheapest one; if no sequence has kernels, those that tell how far kernels reach."""
+        """The regions with a bound that are part of a sequence of nearly the lowest cost.
+        At most this many times the cost of the cheapest one; if no sequence has kernels, those that
+        tell how far kernels reach."""
         through = self._through()
         most = min(through, default=inf) * near
         if most == inf:
@@ -110,8 +111,8 @@ class Bounds:
         return [self._regions[n] for n in sorted(self._open) if through[n] <= most]
 
     def _next(self) -> set[int]:
-        """The places of regions with a bound that begin where a sequence of known kernels ends, and
-        end where none does."""
+        """The places of regions with a bound that begin where a sequence of known kernels ends.
+        They end where none does."""
         found = set[int]()
         for _, kernels in self._orders:
             reached = {0}

@@ -234,8 +234,9 @@ class Flat:
         return table.shape, index.shape, index.dtype
 
     def put(self, value: int) -> tuple[Shape, Shape, DType, int] | None:
-        """Shape of the tensor and of the index, type of the index, and the dimension whose places
-        it names, of rows that are put into a tensor."""
+        """The tensor, index and dimension of rows that are put into a tensor.
+        Shape of the tensor and of the index, type of the index, and the dimension whose places it
+        names."""
         node = self.graph.nodes[value]
         if not node.facets.puts:
             return None
@@ -264,8 +265,9 @@ class Flat:
         return next((n for n, o in enumerate(self.graph.outputs) if self.views[o] == plain), None)
 
     def _loaded(self, value: int) -> int | None:
-        """Index of the output that other kernels load as a value; None if there is none, or if it
-        is stored in a shorter type, which rounds it for its caller only."""
+        """Index of the output that other kernels load as a value.
+        None if there is none, or if it is stored in a shorter type, which rounds it for its caller
+        only."""
         n = self._output(value)
         if n is None or self.graph.nodes[value].given:
             return n
@@ -278,9 +280,9 @@ class Flat:
         return self.graph.own_dtype(self.graph.tensor(value))
 
     def dtype(self, value: int) -> DType:
-        """Element type of a stored value: the graph's type; between two kernels float32 for
-        statistics and for values that float16 cannot hold, and for a maximum that is compared with
-        its elements their type."""
+        """Element type of a stored value: the graph's type.
+        Between two kernels float32 for statistics and for values that float16 cannot hold, and for
+        a maximum that is compared with its elements their type."""
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
@@ -299,9 +301,9 @@ class Flat:
 
     @cached_property
     def unfinished(self) -> frozenset[int]:
-        """Values of 16 bits with one use, by an element-wise operator, whose result takes as many
-        bytes: stored between two kernels they are rounded before that operator, and libraries, as
-        for a product with a bias, round once after it."""
+        """Values of 16 bits with one use, by an element-wise operator with as short a result.
+        Stored between two kernels they are rounded before that operator, and libraries, as for a
+        product with a bias, round once after it."""
         return frozenset(
             v
             for v, users in self.users.items()
@@ -316,15 +318,16 @@ class Flat:
 
     @cached_property
     def compared(self) -> frozenset[int]:
-        """The maxima that are compared with their elements: rounding keeps the order of numbers,
-        so in one type the maximum of rounded elements is the rounded maximum."""
+        """The maxima that are compared with their elements.
+        Rounding keeps the order of numbers, so in one type the maximum of rounded elements is the
+        rounded maximum."""
         return frozenset[int]().union(*comparisons(self.graph).values())
 
     @cached_property
     def compared_together(self) -> frozenset[int]:
-        """The maxima that are put together of several values and compared with all of these, and
-        the values, which are not rounded between kernels: a piece that float16 cannot hold would
-        be, beside one that it holds."""
+        """The maxima of several values that are compared with all of these, and the values.
+        They are not rounded between kernels: a piece that float16 cannot hold would be, beside one
+        that it holds."""
         nodes = self.graph.nodes
         joined = [i for i in self.compared if not nodes[i].facets.selects]
         maxima = {*joined, *(j for i in joined for j in nodes[i].inputs)}
@@ -489,8 +492,9 @@ class Segments:
         return self._known.get(frozenset(order[start:end]))
 
     def marks(self, order: tuple[int, ...]) -> list[int]:
-        """The positions where an order may be cut, including its ends: all positions of a short
-        graph; with more than `MANY_OPERATORS`, those neither inside a chain nor on a slope."""
+        """The positions where an order may be cut, including its ends.
+        All positions of a short graph; with more than `MANY_OPERATORS`, those neither inside a
+        chain nor on a slope."""
         if order not in self._marks:
             inner = set[int]()
             if len(order) > MANY_OPERATORS:
@@ -505,8 +509,8 @@ class Segments:
         return dict.fromkeys((*marks[n + 1 : n + 1 + MAX_SEGMENT], *whole))
 
     def all(self, longest: int = MAX_SEGMENT) -> Iterator[tuple[Segment, int, bool]]:
-        """Segments of up to this many pieces, short ones first, with the number of pieces, and True
-        if between waists."""
+        """Segments of up to this many pieces, short ones first.
+        Each with its number of pieces, and True if between waists."""
         waists_of = {order: self.waists(order) for order in self.orders}
         for length in range(1, longest + 1):
             for order, waists in waists_of.items():
@@ -537,8 +541,9 @@ class Segments:
         return self.segment(order, 0, len(order))
 
     def mixed(self, order: tuple[int, ...], start: int, end: int) -> bool:
-        """True if a segment contains parts of outputs that are computed apart, or rows that are put
-        into a tensor and a user of that tensor."""
+        """True if a segment would put values together that kernels keep apart.
+        Parts of outputs that are computed apart, or rows that are put into a tensor and a user of
+        that tensor."""
         flat, inside = self.flat, frozenset(order[start:end])
         put = (i for i in inside if flat.graph.nodes[i].facets.puts)
         if any(not inside.isdisjoint(flat.users.get(i, ())) for i in put):
@@ -548,9 +553,9 @@ class Segments:
         return len({self.flat.group[i] for i in order[start:end]}) > 1
 
     def inside_chains(self, order: tuple[int, ...]) -> set[int]:
-        """Positions between a value and an element-wise operator that is its only user: storing the
-        operator's result instead takes as many bytes, and the kernel of the value can compute
-        it."""
+        """Positions between a value and an element-wise operator that is its only user.
+        Storing the operator's result instead takes as many bytes, and the kernel of the value can
+        compute it."""
         flat, found = self.flat, set[int]()
         for n in range(1, len(order)):
             before, after = (flat.graph.nodes[i] for i in order[n - 1 : n + 1])
@@ -562,8 +567,9 @@ class Segments:
         return found
 
     def inside_runs(self, order: tuple[int, ...]) -> set[int]:
-        """Positions from which a cut could move on, over element-wise operators, to where no more
-        is stored: as in repeated sums of ``y + y * y``, each of which is used twice."""
+        """Positions from which a cut could move on, to where no more is stored.
+        It moves over element-wise operators, as in repeated sums of ``y + y * y``, each of which is
+        used twice."""
         flat, crossing = self.flat, self._crossing(order)
         movable = [lookup(flat.graph.nodes[i].operator).elementwise for i in order]
         found, least = set[int](), inf  # least: of the positions that a cut can move on to
@@ -575,8 +581,7 @@ class Segments:
         return found
 
     def waists(self, order: tuple[int, ...]) -> set[int]:
-        """Positions of an order across which fewer bytes are needed than at the positions next to
-        them.
+        """Positions of an order across which fewer bytes are needed than at their neighbours.
 
         ``softmax(X W)``: after the product, the exponentials and the end, but not between the
         maximum and the difference, where the product and its maximum would have to be stored. Among
@@ -601,10 +606,10 @@ class Segments:
         return {n for n in found if crossing[n] == inf or crossing[n] <= self._most}
 
     def slopes(self, order: tuple[int, ...]) -> set[int]:
-        """Positions between element-wise operators from which fewer elements are stored further
-        along, and nowhere more on the way: a kernel that computes one of these operators can
-        compute all of them. Most of the backward pass of an nGPT block, 51 operators, has 1304
-        segments, and 495 that give as cheap a program."""
+        """Positions between element-wise operators from which fewer elements are stored later.
+        And nowhere more on the way: a kernel that computes one of these operators can compute all
+        of them. Most of the backward pass of an nGPT block, 51 operators, has 1304 segments, and
+        495 that give as cheap a program."""
         nodes, crossing = self.flat.graph.nodes, self._crossing(order)
         movable = [lookup(nodes[i].operator).elementwise for i in order]
         between = [a and b for a, b in pairwise(movable)]  # position n is between[n - 1]
@@ -662,8 +667,9 @@ def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
 
 
 def preferred(found: Iterable[tuple[Flat, Cut]], keep: int) -> list[tuple[Flat, Cut]]:
-    """The cheapest cuts; first, of those that cost the same as the cheapest one, those that store
-    the fewest unfinished values."""
+    """The cheapest cuts.
+    First, of those that cost the same as the cheapest one, those that store the fewest unfinished
+    values."""
     found = sorted(found, key=lambda f: f[1].cost)[:keep]
     equal = [f for f in found if f[1].cost <= EQUAL * found[0][1].cost]
     return sorted(equal, key=lambda f: f[1].early) + found[len(equal) :]

@@ -22,16 +22,16 @@ from cutesuper.ir.block import (
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.skeletons.base import Skeleton
-from cutesuper.skeletons.form import Form, check_symbols
+from cutesuper.skeletons.form import Form
 from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.targets import Target
 
 
 @dataclass(frozen=True)
 class BlockForm(AnyRules):
-    """Rules for everything that a block program can express: chained products, running maxima,
-    several passes over a loop, partial results of the grid. No skeleton of the lowering runs all of
-    it."""
+    """Rules for everything that a block program can express.
+    Chained products, running maxima, several passes over a loop, partial results of the grid. No
+    skeleton of the lowering runs all of it."""
 
     def splits(self, program: LabelledProgram) -> Iterator[Split]:
         """All splits; symbolic extents are divided by the grid only."""
@@ -60,8 +60,9 @@ class Recognized:
 
 
 def recognized(region: Region, target: Target) -> tuple[LabelledProgram, Recognized]:
-    """A region with labels, and its form; kept, since it is asked for where a region is worth a
-    search, for its bound, and in its search. Raises SearchError as `label` and `find_form` do."""
+    """A region with labels, and its form.
+    Kept, since it is asked for where a region is worth a search, for its bound, and in its search.
+    Raises SearchError as `label` and `find_form` do."""
     return _recognized(region, target, TABLE.changes)
 
 
@@ -82,8 +83,6 @@ def find_form(region: Region, program: LabelledProgram, target: Target) -> Recog
     for skeleton in SKELETONS:
         try:
             form = skeleton.recognize(region, program, target)
-            if form is not None and not skeleton.inner_symbols:
-                check_symbols(program)
         except SearchError as error:
             reasons.append(frameless(error))
             continue

@@ -86,8 +86,7 @@ class Model:
         return stage, once, again
 
     def _shared(self) -> Reals:
-        """Shared-memory bytes of the fewest stages, of tensors loaded once, of computed operands
-        and of the exchange."""
+        """Shared-memory bytes of the fewest stages, resident tensors, operands and the exchange."""
         staged = MIN_STAGES * self.stage if self.loops else 0.0 * self.stage
         operands = np.zeros(self.sizes.count)
         ops = self.structure.ops
@@ -279,8 +278,8 @@ class Model:
         return count * max(self.shape.runs, default=1)
 
     def _staged_us(self) -> Reals:
-        """Time for operands that a block computes from loads, or only reads for statistics; results
-        of a product stay in registers."""
+        """Time for operands that a block computes from loads, or only reads for statistics.
+        Results of a product stay in registers."""
         ops, after = self.structure.ops, self._after_products
         rewritten, read = np.zeros(self.sizes.count), np.zeros(self.sizes.count)
         if not self.shape.products:

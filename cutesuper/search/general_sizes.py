@@ -97,8 +97,7 @@ class Product:
 
 
 class Shape:
-    """Properties of a structure that do not depend on its extents: roles of labels, states of
-    values.
+    """Properties of a structure that extents do not change: roles of labels, states of values.
 
     Args:
         structure: a legal block program.

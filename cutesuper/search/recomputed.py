@@ -16,10 +16,10 @@ from cutesuper.search.cuts import Groups
 
 
 def recomputed(graph: KernelGraph) -> list[tuple[KernelGraph, Groups]]:
-    """The program with scores for every group of outputs, and these groups: outputs that sum over
-    one dimension of scores together, then, if these are several, each output alone. Functions of
-    scores that no product sums, as the gradient of a bias, are made with the first sum over the
-    last dimension of scores, along which they are stored.
+    """The program with scores for every group of outputs, and these groups.
+    Outputs that sum over one dimension of scores together, then, if these are several, each output
+    alone. Functions of scores that no product sums, as the gradient of a bias, are made with the
+    first sum over the last dimension of scores, along which they are stored.
 
     Args:
         graph: primitive operators only.

@@ -136,8 +136,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Found:
-    """The ways to run a region, cheapest first, or the reason why there are none: a LoweringError
-    where a skeleton would, but for the structure of the program."""
+    """The ways to run a region, cheapest first, or the reason for having none.
+    That is a LoweringError where a skeleton would run it, but for the structure of the program."""
 
     ways: tuple[Way, ...]
     error: SearchError | LoweringError | None
@@ -185,9 +185,9 @@ def search_region(
 
 
 def tensors_of(region: Region) -> dict[str, TensorSpec]:
-    """The tensors of a region's programs: ``in0``, ``in1``, ..., then ``out0``, ``out1``, ...; the
-    index through which ``in1`` is read is ``index1``, and ``in1`` is the table. Where ``out0`` is
-    put into a tensor, ``place0`` is its index."""
+    """The tensors of a region's programs: ``in0``, ``in1``, ..., then ``out0``, ``out1``, ....
+    The index through which ``in1`` is read is ``index1``, and ``in1`` is the table. Where ``out0``
+    is put into a tensor, ``place0`` is its index."""
     shapes = region.inputs + region.output_shapes
     names = [f"in{i}" for i in range(len(region.inputs))]
     names += [f"out{i}" for i in range(len(region.outputs))]
@@ -223,8 +223,9 @@ def _precise(program: BlockProgram, region: Region) -> BlockProgram:
 
 
 def in_a_chain(region: Region, target: Target) -> bool:
-    """True if a region is run as chained products. Such regions are searched only if both ends are
-    waists: with norms of Q, K and V there are 20 more of them, 0.3 to 1 s each."""
+    """True if a region is run as chained products.
+    Such regions are searched only if both ends are waists: with norms of Q, K and V there are 20
+    more of them, 0.3 to 1 s each."""
     if sum(op.facets.contracts for op in region.ops) < 2:
         return False
     try:

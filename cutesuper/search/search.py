@@ -336,8 +336,8 @@ class _Search:
     # ------------------------------------------------------------------------------------ regions
 
     def _gather(self, segments: Segments) -> None:
-        """Search the regions of a graph that cheap programs may consist of, short ones first, until
-        the budget is used up."""
+        """Search the regions of a graph that cheap programs may consist of, within the budget.
+        Short ones first."""
         if self._interrupt is not None or self._is_one_kernel(segments):
             return
         more, longest = True, 1 if self.options.lowered else MAX_SEGMENT
@@ -352,8 +352,8 @@ class _Search:
             self._look_at(wanted)
 
     def _narrow(self, segments: Segments, wanted: dict[Region, SearchOptions]) -> bool:
-        """Search the regions that the cheapest program may consist of, and programs near to it; if
-        there is none, those that tell which operator has no kernel. Return True if there may be
+        """Search the regions that the cheapest program may consist of, and programs near to it.
+        If there is none, those that tell which operator has no kernel. Return True if there may be
         one."""
         near = TOGETHER if self.near == inf else self.near
         bounds = Bounds(segments, {r: least_us(r, self.target) for r in wanted})
@@ -380,8 +380,8 @@ class _Search:
         return bounds.least < inf
 
     def _tighten(self, bounds: Bounds, region: Region, options: SearchOptions) -> None:
-        """Replace the bound of a region by that of its form; a region that has none is refused as
-        its search would, without one."""
+        """Replace the bound of a region by that of its form.
+        A region that has none is refused as its search would, without one."""
         try:
             bounds.tighten(region, least_of_form_us(region, self.target))
         except OutOfTime:
@@ -397,8 +397,8 @@ class _Search:
     def _wanted(
         self, segments: Segments, longest: int = MAX_SEGMENT
     ) -> dict[Region, SearchOptions]:
-        """The regions of up to this many pieces that are worth searching, with their options, as
-        far as the budget reaches; single pieces always are, so that there is a way."""
+        """The regions of up to this many pieces that are worth searching, with their options.
+        As far as the budget reaches; single pieces always are, so that there is a way."""
         wanted: dict[Region, SearchOptions] = {}
         for segment, length, at_waists in segments.all(longest):
             if self._left() <= 0:
@@ -418,9 +418,9 @@ class _Search:
         return any(f is not None and f.error is None for f in found)
 
     def _is_one_kernel(self, segments: Segments) -> bool:
-        """True if a whole graph is one kernel of rows, which no sequence of kernels beats: then its
-        parts are not searched. The backward pass of a LayerNorm has 135 parts, which took two
-        minutes."""
+        """True if a whole graph is one kernel of rows, which no sequence of kernels beats.
+        Then its parts are not searched. The backward pass of a LayerNorm has 135 parts, which took
+        two minutes."""
         whole = segments.whole()
         if not self.options.lowered or whole is None or not rows_meet(whole.region):
             return False
@@ -626,8 +626,8 @@ def _extents(program: BlockProgram, mapping: Iterable[str]) -> tuple[Dim, ...]:
 
 
 def _renamed(program: BlockProgram, names: dict[str, str], through: dict[str, str]) -> BlockProgram:
-    """A program of a region on the graph's tensors; pages are read through their tables, and rows
-    through their indices."""
+    """A program of a region on the graph's tensors.
+    Pages are read through their tables, and rows through their indices."""
 
     def rename(op: BlockOp) -> BlockOp:
         if op.kind not in (LOAD, STORE):

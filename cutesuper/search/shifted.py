@@ -44,8 +44,7 @@ def shifted(graph: KernelGraph) -> KernelGraph | None:
 
 
 def _softmaxes(graph: KernelGraph) -> dict[int, int]:
-    """The exponentials used in a softmax only, whose argument is not shifted yet, with the
-    dimension of its sum."""
+    """The exponentials of a softmax that are not shifted yet, with the dimension of its sum."""
     users: dict[int, list[int]] = {}
     for i, n in enumerate(graph.nodes):
         for j in n.inputs:

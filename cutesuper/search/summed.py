@@ -114,8 +114,8 @@ class _Moving:
         return self.new.apply(n.operator, *args)
 
     def _summed_first(self, kind: str, i: int, dim: int) -> Tensor:
-        """The sum of a product over its columns or its rows: one operand is summed first, then
-        multiplied and summed without tensor cores, in float32."""
+        """The sum of a product over its columns or its rows, without tensor cores.
+        One operand is summed first, then multiplied and summed in float32."""
         g, (a, b) = self.new, (self.values[j] for j in self.graph.nodes[i].inputs)
         if dim == -1:
             return g.sum(g.mul(a, g.transpose(g.apply(kind, b, dim=-1))), -1)

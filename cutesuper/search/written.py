@@ -65,8 +65,9 @@ def tail(program: LabelledProgram) -> frozenset[int]:
 def core(
     program: LabelledProgram, rest: frozenset[int]
 ) -> tuple[LabelledProgram, list[int]] | None:
-    """The program without ``rest``, and the operations that become its outputs: those that ``rest``
-    takes, and the outputs that do not depend on it. None if nothing or everything is left."""
+    """The program without ``rest``, and the operations that become its outputs.
+    Those are the operations that ``rest`` takes, and the outputs that do not depend on it. None if
+    nothing or everything is left."""
     taken = {j for i in rest for j in program.ops[i].inputs} | {i for i, _ in program.outputs}
     wanted = sorted(i for i in taken - rest if program.ops[i].kind not in (LOAD, CONSTANT))
     if not wanted or not rest:

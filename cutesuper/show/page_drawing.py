@@ -161,8 +161,8 @@ def dag(label: str, boxes: Sequence[Box], edges: Sequence[tuple[str, str]]) -> H
 
 
 def _rows(boxes: Sequence[Box], edges: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Row of each box: below everything that it needs; a box that needs nothing is directly above
-    its first user."""
+    """Row of each box: below everything that it needs.
+    A box that needs nothing is directly above its first user."""
     row: dict[str, int] = {}
     for b in boxes:
         row[b.id] = max((row[a] + 1 for a, to in edges if to == b.id), default=0)

@@ -20,8 +20,8 @@ class Html(str):
 
 
 def visible(text: str) -> str:
-    """The text with ``?`` for characters that no document can hold or show: control characters,
-    surrogates, marks that change the reading direction."""
+    """The text with ``?`` for characters that no document can hold or show.
+    Control characters, surrogates, marks that change the reading direction."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 

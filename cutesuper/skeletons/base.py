@@ -47,8 +47,8 @@ Knobs = TypeVar("Knobs", bound=Schedule)
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor argument of a kernel: compact and row-major, or a part of such a tensor, which is
-    what the kernel is given then.
+    """A tensor argument of a kernel: compact and row-major, or a part of such a tensor.
+    The kernel is given the part then.
 
     Attributes:
         constant: True if it may be read before the dependency wait.
@@ -80,15 +80,15 @@ class Argument:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Distances between neighbours along each dimension, in elements; the factors of them that
-        are known."""
+        """Distances between neighbours along each dimension, in elements.
+        The factors of them that are known."""
         behind = (self.memory[i + 1 :] for i in range(len(self.memory)))
         return tuple(prod(d for d in own if isinstance(d, int)) for own in behind)
 
     @property
     def offset(self) -> int:
-        """A divisor of the place of its first element in the tensor that the kernel is given; 0 if
-        that is the first one there."""
+        """A divisor of the place of its first element in the tensor that the kernel is given.
+        0 if that is the first one there."""
         starts = () if self.part is None else self.part.starts
         return gcd(*(n * s for n, s in zip(starts, self.steps, strict=False)))
 
@@ -114,8 +114,8 @@ class View:
     offset: int = field(default=0, kw_only=True)
 
     def stride(self, label: str) -> int:
-        """Stride of ``label``, or its known factor; 0 where the tensor does not have the label (it
-        is replicated)."""
+        """Stride of ``label``, or its known factor.
+        0 where the tensor does not have the label (it is replicated)."""
         return dict(zip(self.labels, self.strides, strict=True)).get(label, 0)
 
     def growth(self, label: str) -> tuple[Symbol, ...]:
@@ -124,11 +124,20 @@ class View:
             return ()
         return dict(zip(self.labels, self.growing, strict=True)).get(label, ())
 
+    def contiguous(self, label: str) -> bool:
+        """True if neighbours along ``label`` are neighbours in memory."""
+        return self.stride(label) == 1 and not self.growth(label)
+
+    def strided(self, label: str) -> bool:
+        """True if the tensor has ``label``, and its neighbours lie apart."""
+        return label in self.labels and not self.contiguous(label)
+
     @property
     def places(self) -> tuple[int, ...]:
-        """The numbers of elements whose multiples, added up, are the places of contiguous runs in
-        memory that is aligned."""
-        return (*(s for s in self.strides if s != 1), self.offset)
+        """Numbers of elements whose sums of multiples are the places of aligned runs.
+        Runs are contiguous in memory that is aligned."""
+        apart = zip(self.labels, self.strides, strict=True)
+        return (*(s for d, s in apart if not self.contiguous(d)), self.offset)
 
 
 @dataclass(frozen=True)
@@ -175,8 +184,8 @@ class Indexed(View):
 
 @dataclass(frozen=True)
 class Output:
-    """A stored tensor: an expression over a loop's accumulated values, values of rows, and
-    loads."""
+    """A stored tensor: an expression over accumulated values, values of rows, and loads.
+    A loop accumulates the values."""
 
     view: View
     expression: ThreadExpression
@@ -233,9 +242,9 @@ class Plan(ABC, Generic[Knobs]):
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of arguments that may share memory: one that is read and one that is written, each
-        element of it by threads that have read that element of the other, and nobody reads it
-        afterwards."""
+        """Pairs of arguments that may share memory, one that is read and one that is written.
+        Each element is written by threads that have read that element of the other, and nothing
+        reads it afterwards."""
         return ()
 
     @property
@@ -259,8 +268,8 @@ class Plan(ABC, Generic[Knobs]):
 
     @cached_property
     def moved_bytes(self) -> int:
-        """Bytes that device memory must read and write: each tensor once, and of a tensor that is
-        read or written through an index the rows that it names."""
+        """Bytes that device memory must read and write: each tensor once.
+        Of a tensor that is read or written through an index, the rows that it names."""
         taken = {
             op.attributes["tensor"]: prod(extent(self.program.dims[d]) for d in op.dims)
             for op in (*self.program.loads(), *self.program.stores())
@@ -287,9 +296,10 @@ class Plan(ABC, Generic[Knobs]):
 def same_places(
     plan: Plan[Any], column: str, loads: Iterable[View], stores: Iterable[View]
 ) -> list[tuple[View, View]]:
-    """Pairs of a load and a store with the same elements at the same places, of tensors of one type
-    that are read and written once: by one block, which no label of the grid repeats, and by one
-    thread, as they have the column label; an element for a whole row is read by many."""
+    """Pairs of a load and a store with the same elements at the same places.
+    Their tensors have one type and are read and written once: by one block, which no label of the
+    grid repeats, and by one thread, as they have the column label; an element for a whole row is
+    read by many."""
     loads, given = list(loads), [a.given for a in plan.arguments]
     grid = {a.dim for a in plan.program.of_kind(AxisKind.GRID)}
     read = [given[v.argument] for v in loads]
@@ -352,7 +362,6 @@ class Skeleton(ABC):
         class_share: the part of `search.region.SearchOptions.max_classes` that a split may have.
         between_waists: True if only segments are searched that begin and end where few values
             cross.
-        inner_symbols: True if a tensor may have a symbolic extent that is not its first.
     """
 
     name: ClassVar[str]
@@ -360,7 +369,6 @@ class Skeleton(ABC):
     schedules: ClassVar[tuple[type[Schedule], ...]]
     class_share: ClassVar[float] = 1.0
     between_waists: ClassVar[bool] = False
-    inner_symbols: ClassVar[bool] = False
 
     # ------------------------------------------------------------------------------ the search
 
@@ -373,8 +381,8 @@ class Skeleton(ABC):
         """
 
     def searches(self, form: Any) -> bool:
-        """True if other ways to compute a region of this form are searched; otherwise it is run as
-        it is written."""
+        """True if other ways to compute a region of this form are searched.
+        Otherwise it is run as it is written."""
         return True
 
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
@@ -413,8 +421,8 @@ class Skeleton(ABC):
         """
 
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
-        """A given program without extents, to be sized again; None if they are part of its
-        meaning."""
+        """A given program without extents, to be sized again.
+        None if they are part of its meaning."""
         return None
 
     # ------------------------------------------------------------------------------- planning
@@ -462,8 +470,8 @@ def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argu
 
 
 def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
-    """A load's or store's view of its tensor; `Pages` for a load through a table, `Indexed` for a
-    load or store through an index."""
+    """A load's or store's view of its tensor.
+    `Pages` for a load through a table, `Indexed` for a load or store through an index."""
     written = op.kind != LOAD
     index = next(
         i

@@ -151,8 +151,8 @@ def instructions(program: BlockProgram, op: BlockOp, target: Target) -> float:
 def resize(
     structure: BlockProgram, tile: dict[str, int], inner: Mapping[str, int | None]
 ) -> BlockProgram:
-    """A structure with these tiles and extents of axes, by name (None for a loop over a symbolic
-    extent); all other grid axes cover the rest."""
+    """A structure with these tiles and extents of axes, by name.
+    The extent is None for a loop over a symbolic extent; all other grid axes cover the rest."""
     axes: list[Axis] = []
     for a in structure.axes:
         if a.kind != AxisKind.GRID or a.name in inner:

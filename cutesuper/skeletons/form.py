@@ -53,8 +53,9 @@ class Form(Protocol):
 
 
 def single_reduction(program: BlockProgram) -> list[str] | None:
-    """The labels that a given program reduces, at most one; None if its extents are part of its
-    meaning: several labels are reduced, or tensors have slices of partial results."""
+    """The labels that a given program reduces, at most one.
+    None if its extents are part of its meaning: several labels are reduced, or tensors have slices
+    of partial results."""
     stored = [op.attributes["map"] for op in program.stores()]
     plain = all(isinstance(d, str) and d in program.dims for m in stored for d in m if d)
     over = (op.attributes["over"] for op in program.ops if "over" in op.attributes)
@@ -114,8 +115,8 @@ def check_taken(region: Region) -> None:
 
 
 def check_parts(region: Region) -> None:
-    """Check that bulk copies may address the tensors that lie in larger ones. Raises
-    SearchError."""
+    """Check that bulk copies may address the tensors that lie in larger ones.
+    Raises SearchError."""
     sides = {
         "in": zip(region.inputs, region.input_dtypes, strict=True),
         "out": zip(region.output_shapes, region.output_dtypes, strict=True),

@@ -74,8 +74,8 @@ def refuse_shared_dims(step: KernelStep) -> None:
 
 
 def refuse_index(step: KernelStep, stores: bool = True) -> None:
-    """Refuse loads of rows that an index names, and with ``stores`` stores. Raises
-    LoweringError."""
+    """Refuse loads of rows that an index names, and with ``stores`` stores.
+    Raises LoweringError."""
     for op in (*step.program.loads(), *(step.program.stores() if stores else ())):
         if "index" in op.attributes:
             does = "stores rows through an index, or a product; put them there after"
@@ -88,9 +88,9 @@ def refuse_index(step: KernelStep, stores: bool = True) -> None:
 
 
 def without_running_state(step: KernelStep, tensors: dict[str, TensorSpec]) -> KernelStep:
-    """The kernel with guards that keep NaN out of rows that are hidden as a whole, for skeletons
-    without running maxima and tables of pages; see `ir.unseen`. The attention loop has these rules
-    built in.
+    """The kernel with guards that keep NaN out of rows that are hidden as a whole.
+    For skeletons without running maxima and tables of pages; see `ir.unseen`. The attention loop
+    has these rules built in.
 
     Raises:
         LoweringError: the kernel needs either.

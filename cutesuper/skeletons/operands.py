@@ -14,8 +14,8 @@ MULTIPLIED = ("float16", "bfloat16")
 
 
 def check_symbols(arguments: tuple[Argument, ...], where: str) -> None:
-    """Check that strides are numbers: only the outermost dimension may have an open extent. Raises
-    LoweringError."""
+    """Check that strides are numbers: only the outermost dimension may have an open extent.
+    Raises LoweringError."""
     for a in arguments:
         if any(isinstance(d, Symbol) for d in [d for d in a.shape if d != 1][1:]):
             raise LoweringError(
@@ -42,8 +42,8 @@ def check_same_type(where: str, dtype: str, argument: Argument) -> None:
 
 
 def check_parts(arguments: tuple[Argument, ...], where: str) -> None:
-    """Check that bulk copies may address the arguments that are parts of larger tensors. Raises
-    LoweringError."""
+    """Check that bulk copies may address the arguments that are parts of larger tensors.
+    Raises LoweringError."""
     for a in arguments:
         if a.part is not None and not a.part.aligned(a.shape, as_dtype(a.dtype).itemsize):
             raise LoweringError(

@@ -35,12 +35,12 @@ class Schedule:
     dependent_launch: bool = field(default=False, kw_only=True)
 
     def settled(self, old: Any, knob: str) -> Self:
-        """This schedule, adjusted to ``knob``, the one in which it differs from ``old``."""
+        """The schedule, adjusted to ``knob``, the one in which it differs from ``old``."""
         return self
 
     def mistake(self, default: Any) -> str:
-        """Reason why no kernel can run with knobs that planning would accept; empty if there is
-        none.
+        """Reason why no kernel can run with knobs that planning would accept.
+        Empty if there is none.
 
         Args:
             default: the plan with the knobs that planning chooses.

@@ -49,8 +49,8 @@ class AttentionRates:
 
 @dataclass(frozen=True)
 class RowRates:
-    """Cost-model constants of rows that are visited in turn, or split over a cluster
-    (`skeletons.rows.cost`), in microseconds.
+    """Cost-model constants of rows that are visited in turn, or split, in microseconds.
+    Rows are split over a cluster (`skeletons.rows.cost`).
 
     Attributes:
         start_us: the first tile of rows, while nothing else runs.
@@ -139,8 +139,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class WideRates:
-    """Constants of `Rates` and `Target` that take other values in products of many rows, where
-    memory, L2, the way into a multiprocessor and its tensor cores are all busy.
+    """Constants of `Rates` and `Target` that take other values in products of many rows.
+    There memory, L2, the way into a multiprocessor and its tensor cores are all busy.
 
     Attributes:
         rows: from which on they hold.
@@ -224,8 +224,8 @@ class Target:
         return self.shared_bytes + self.reserved_bytes
 
     def refuses_accumulators(self, held: int, blocks: int) -> tuple[str, str] | None:
-        """A name and a reason if accumulators do not fit into the memory that they have of their
-        own, which is given to blocks in powers of two; None if they do, or are registers.
+        """A name and a reason if accumulators do not fit into their own memory; else None.
+        It is given to blocks in powers of two. None also if they are registers.
 
         Args:
             held: numbers of 32 bits that products of a block read and write there.

@@ -91,8 +91,8 @@ def _eps_of(x: Any) -> float:
 
 
 def _rows(module: RMSNorm | LayerNorm, x: torch.Tensor) -> torch.Tensor:
-    """x with its last dimensions merged into one. Raises ShapeError if they are not those of the
-    module, DTypeError if x is no tensor."""
+    """x with its last dimensions merged into one.
+    Raises ShapeError if they are not those of the module, DTypeError if x is no tensor."""
     last = tuple(module.normalized_shape)
     if not isinstance(x, torch.Tensor):
         raise DTypeError(
@@ -125,8 +125,8 @@ class LogSoftmax(torch.nn.LogSoftmax):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` of class labels, without weights and smoothing; the loss is
-    float32.
+    """`torch.nn.CrossEntropyLoss` of class labels, without weights and smoothing.
+    The loss is float32.
 
     Classes are the second dimension, as in PyTorch; with more than two dimensions, the logits are
     copied to have the classes last. `cutesuper.torch.ops.rowwise.cross_entropy` takes them last.

@@ -1,5 +1,5 @@
-"""AdamW as row programs: one kernel for all parameters of a kind, which reads and writes everything
-once.
+"""AdamW as row programs: one kernel for all parameters of a kind.
+It reads and writes everything once.
 
 The numbers of a step (bias corrections, rate, decay, clipping) are tensors on the device, so that
 steps with any of them run the same kernels and can be captured.
@@ -259,8 +259,9 @@ class AdamW(torch.optim.AdamW):
                     t.copy_(made if made.shape == t.shape else made[0])
 
     def _lists_of(self, device: torch.device, length: int, rows: tuple[int, ...]) -> Lists:
-        """Lists of tensors with these rows; those that no graph has captured are forgotten in
-        time, since which parameters have gradients may change with every step."""
+        """Lists of tensors with these rows.
+        Those that no graph has captured are forgotten in time, since which parameters have
+        gradients may change with every step."""
         key = device, length, rows
         if key not in self._lists:
             old = [k for k, lists in self._lists.items() if not lists.captured]
@@ -320,8 +321,8 @@ def _refuse_capture(group: dict[str, Any], params: list[torch.Tensor]) -> None:
 
 
 def _numbers(group: dict[str, Any], steps: list[torch.Tensor]) -> torch.Tensor:
-    """Float32 numbers for each parameter, ``[len(_NUMBERS), n]``, computed in float64 where the
-    steps are counted."""
+    """Float32 numbers for each parameter, ``[len(_NUMBERS), n]``.
+    They are computed in float64 where the steps are counted."""
     t = torch.stack([s.to(steps[0].device) for s in steps]).double()
     first, second = (1.0 - beta**t for beta in map(float, group["betas"]))
     lr = group["lr"]
@@ -331,8 +332,9 @@ def _numbers(group: dict[str, Any], steps: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _usable(t: torch.Tensor, name: str) -> torch.Tensor:
-    """A tensor of a parameter as kernels read it; a single element is put beside itself, since no
-    kernel has rows of one. Raises LayoutError if it is no dense one."""
+    """A tensor of a parameter as kernels read it.
+    A single element is put beside itself, since no kernel has rows of one. Raises LayoutError if it
+    is no dense one."""
     if t.layout is not torch.strided or not (t.is_contiguous() or name == "grad"):
         raise LayoutError(
             f"AdamW: {name} {list(t.shape)} is not contiguous (strides {t.stride()}); make "

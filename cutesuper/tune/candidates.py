@@ -172,8 +172,8 @@ def _schedules(mu: MuGraph, options: Options) -> list[Plans]:
 
 
 def compile_trials(trials: Sequence[Trial], cache: KernelCache, deadline: float) -> None:
-    """Compile in worker processes until the deadline (`time.monotonic`); a wave that was started is
-    finished. Trials that are not reached are left out."""
+    """Compile in worker processes until the deadline (`time.monotonic`).
+    A wave that was started is finished. Trials that are not reached are left out."""
     for wave in _waves(trials):
         if wave[0] is not trials[0] and time.monotonic() > deadline:
             for trial in wave:

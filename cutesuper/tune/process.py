@@ -81,8 +81,7 @@ class Outcome:
 def serve(
     connection: Connection, make_device: Callable[[], Device], graph: KernelGraph, seed: int
 ) -> None:
-    """The main function of the process: does arriving jobs until the device or the other end is
-    gone."""
+    """The main function of the process: does jobs until the device or the other end is gone."""
 
     def tell(step: str) -> None:
         connection.send(("step", step))
@@ -156,8 +155,8 @@ class Bench:
         return Prepared(launch, self.device.record(launch, len(self.inputs)))
 
     def _launcher(self, launches: Launches) -> Callable[[int], None]:
-        """A function that launches on input set i; all sets share the tensors between kernels, as
-        in a stream."""
+        """A function that launches on input set i.
+        All sets share the tensors between kernels, as in a stream."""
         between = [
             torch.empty([extent(d) for d in shape], dtype=dtype, device=self.device.device)
             for shape, dtype in launches.intermediates
@@ -177,8 +176,8 @@ class Bench:
                     t.fill_(math.nan)
 
     def _judge(self, outcome: Outcome, when: str) -> None:
-        """Mark candidates that `verify.numeric.acceptable` refuses as wrong. Raises
-        DeviceLostError."""
+        """Mark candidates that `verify.numeric.acceptable` refuses as wrong.
+        Raises DeviceLostError."""
         self._require_device()
         for i in self.checked:
             for out, exact, eager, dtype in zip(

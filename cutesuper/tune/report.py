@@ -9,8 +9,8 @@ from cutesuper.tune.tuner import Tuned, median, spread
 
 
 def table(tuned: Tuned) -> Table:
-    """All candidates: those of the last stage by their time, then the others by the short stage,
-    then those that dropped out."""
+    """All candidates: those of the last stage by their time, then the others.
+    The others by the short stage, then those that dropped out."""
     result = Table(title="muGraphs (in the model's order) x schedules, microseconds")
     result.add_column("no.", no_wrap=True)
     for name in ("muGraph", "predicted", "measured", "spread"):

@@ -232,8 +232,8 @@ def _look(trials: Sequence[Trial], run: _Run) -> None:
 
 
 def _final(trials: Sequence[Trial], run: _Run) -> None:
-    """Time the best few and the model's choice against each other; again without any that is
-    lost."""
+    """Time the best few and the model's choice against each other.
+    Again without any that is lost."""
     while True:
         good = sorted((t for t in trials if t.status == "ok"), key=median)
         chosen = [t for t in good if t is not trials[0]][:FINALISTS]
@@ -291,8 +291,8 @@ def spread(trial: Trial) -> float:
 
 
 def _verified_winner(graph: KernelGraph, trials: Sequence[Trial]) -> Trial:
-    """The winner, which must also verify at real extents if `superoptimize` requires that: the
-    search has verified only its structure.
+    """The winner, which must also verify at real extents if `superoptimize` requires that.
+    The search has verified only its structure.
 
     Raises:
         TuningError: no candidate is left.
@@ -308,8 +308,8 @@ def _verified_winner(graph: KernelGraph, trials: Sequence[Trial]) -> Trial:
 
 
 def decide(trials: Sequence[Trial]) -> Trial:
-    """The fastest of the last stage; the model's choice unless it is beaten by more than the
-    larger of the two spreads.
+    """The fastest of the last stage.
+    The model's choice unless it is beaten by more than the larger of the two spreads.
 
     Args:
         trials: the model's choice first.

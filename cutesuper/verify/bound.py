@@ -143,8 +143,8 @@ class DegreeAlgebra:
         return self.opaque("sqrt", x)
 
     def exp(self, x: Degree) -> Degree:
-        """A fresh variable, multiplied and divided by those of shifts; `error_bound` checks that
-        this holds."""
+        """A fresh variable, multiplied and divided by those of shifts.
+        `error_bound` checks that this holds."""
         self.exponents.append(x)
         up = sum(m.sign > 0 for m in x.moves or ())
         down = [m.dims for m in x.moves or () if m.sign < 0]
@@ -323,8 +323,8 @@ class Degrees:
 
     @property
     def highest(self) -> int:
-        """The highest degree of a difference that has to be recognised as zero: of an output, or of
-        two arguments of one function."""
+        """The highest degree of a difference that has to be recognised as zero.
+        Differences are of an output, or of two arguments of one function."""
         pairs = (_difference(want, found) for want, found in self.outputs)
         exponents = self.source.exponents + self.found.exponents
         arguments = (2 * (x.num + x.den) for x in exponents)
@@ -421,8 +421,8 @@ def affine_inputs(graph: KernelGraph, sizes: Sizes) -> list[int]:
 
 
 def _accidents(source: list[Degree], both: list[Degree]) -> int:
-    """Weight of accidents with exponents: a low rank, or an unknown argument that equals a known
-    one."""
+    """Weight of accidents with exponents.
+    A low rank, or an unknown argument that equals a known one."""
     count = sum(prod(x.sizes.values()) for x in source)
     highest = max((x.num + x.den for x in both), default=0)
     return (3 * count + 2) * highest
@@ -443,8 +443,8 @@ def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def _element(want: Degree, found: Degree, argument: int, zero: bool) -> int:
-    """Degree of the numerator of a difference, plus the weight of all collisions of opaque
-    arguments, with each other and with 0 if ``zero``."""
+    """Degree of the numerator of a difference, plus the weight of all collisions.
+    Collisions are of opaque arguments, with each other and with 0 if ``zero``."""
     terms = want.terms + found.terms
     pairs = terms * (terms - 1) // 2 + (terms if zero else 0)
     return _difference(want, found) + pairs * argument

@@ -145,9 +145,9 @@ class FieldDomain(FieldAlgebra):
         return FieldValue(x.dims, x.gone().astype(np.uint64))
 
     def fails(self, x: FieldValue) -> FieldValue:
-        """1 where x as a condition does not hold, else 0. A constant holds above 0.5; others hold
-        where x is 1, and not where x is 0 or -inf; for other residues a random function decides,
-        the same one everywhere."""
+        """1 where x as a condition does not hold, else 0.
+        A constant holds above 0.5; others hold where x is 1, and not where x is 0 or -inf; for
+        other residues a random function decides, the same one everywhere."""
         known = [number for number, v in self._constants.items() if v.p is x.p]
         if known:
             return FieldValue((), np.array(known[0] <= 0.5, dtype=np.uint64))
@@ -183,8 +183,8 @@ class FieldDomain(FieldAlgebra):
     def mask(
         self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
     ) -> FieldValue:
-        """A masking operator applied to x: elements are kept where ``keep``, with dimensions
-        ``names``, holds."""
+        """A masking operator applied to x: elements are kept where ``keep`` holds.
+        ``keep`` has the dimensions ``names``."""
         self.empty_rows |= operator.empties
         return x.replace(align(~keep, names, x.dims), operator.fill)
 

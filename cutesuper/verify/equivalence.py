@@ -38,6 +38,7 @@ from cutesuper.ir.operators.base import CONSTANT, TABLE, Counts
 from cutesuper.ir.unseen import empty_quotients
 from cutesuper.verify.bound import (
     Bound,
+    Degrees,
     Source,
     affine_inputs,
     degrees,
@@ -151,8 +152,8 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One draw: inputs, the kernel graph's results, and the arguments at which it may have no
-    value. ``whole``: rows that a condition hides as a whole have values."""
+    """One draw: inputs, the kernel graph's results, and arguments that may have no value.
+    ``whole``: rows that a condition hides as a whole have values."""
 
     seed: int
     primes: Primes
@@ -253,7 +254,7 @@ class Verifier:
         check_interface(self.graph, mu)
         exact, ragged = self._choose.small(mu, False), self._choose.small(mu, True)
         has = self._has(mu)
-        maxima, with_q = has.maxima, has.exponentials
+        maxima = has.maxima
         task = _Task(mu, exact, ragged, has, full)
         mode: Mode = "shift" if maxima else "order"
         passed, found = self._passed(task, mode)
@@ -274,12 +275,7 @@ class Verifier:
         trials = self._trials(has, mode)
         limit = real_limit = Bound(None, "bound not asked for")
         if bound:
-            failed = self._failed_condition(mu, exact, mode, trials) if with_q else None
-            limit = error_bound(both, failed, has.drawn)
-        if bound and full and not maxima and not with_q:
-            sizes = real_sizes(mu)
-            both = degrees(self._source_degrees(sizes, mode), mu, sizes)
-            real_limit = error_bound(both, None, has.drawn)
+            limit, real_limit = self._bounds(task, mode, both, real_limit)
         return Verification(
             equal=True,
             trials=passed,
@@ -291,6 +287,21 @@ class Verifier:
             real_extents=full,
             real_bound_log2=real_limit.log2,
         )
+
+    def _bounds(
+        self, task: _Task, mode: Mode, both: Degrees, unknown: Bound
+    ) -> tuple[Bound, Bound]:
+        """The bounds at small extents, from these degrees, and at the program's own."""
+        has = task.has
+        failed = None
+        if has.exponentials:
+            failed = self._failed_condition(task.mu, task.exact, mode, self._trials(has, mode))
+        limit = error_bound(both, failed, has.drawn)
+        if not task.full or has.maxima or has.exponentials:
+            return limit, unknown
+        sizes = real_sizes(task.mu)
+        both = degrees(self._source_degrees(sizes, mode), task.mu, sizes)
+        return limit, error_bound(both, None, has.drawn)
 
     def _passed(self, task: _Task, mode: Mode) -> tuple[int, Counterexample | None]:
         """Count the comparisons that pass, one after the other, up to the first difference."""

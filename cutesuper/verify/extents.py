@@ -9,6 +9,7 @@ every block program with such a label can split as required.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from cutesuper.errors import GraphError
 from cutesuper.ir.block import AxisKind, BlockOp, BlockProgram, MuGraph, mapped_labels
 from cutesuper.ir.dims import Dim, ceil_div, extent
-from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.ir.operators.base import INPUT, TABLE, Counts, lookup
 from cutesuper.ir.relations import Classes
 
@@ -62,8 +63,8 @@ def _concrete(program: BlockProgram) -> BlockProgram:
 
 
 def resized_graph(graph: KernelGraph, inputs: tuple[_Shape, ...]) -> KernelGraph:
-    """A graph of the same operators on inputs of other shapes. Raises ShapeError if they do not
-    fit.
+    """A graph of the same operators on inputs of other shapes.
+    Raises ShapeError if they do not fit.
 
     A mask may have more rows than columns here, and what is turned an odd extent, which a newly
     built graph may not.
@@ -130,8 +131,9 @@ class SizeChooser:
     def _extents(
         self, classes: Classes[_Node], mu: MuGraph, pages: list[tuple[_Node, list[_Node]]]
     ) -> tuple[dict[_Node, int], dict[_Node, int]]:
-        """Extents of classes and parts of axes. If a mask has too few columns, other extents grow
-        with its columns, so all is recomputed. Raises GraphError."""
+        """Extents of classes and parts of axes.
+        If a mask has too few columns, other extents grow with its columns, so all is recomputed.
+        Raises GraphError."""
         exact = {classes.find(n) for dim, nodes in _shared(mu) for n in (dim, *nodes)}
         multiples: dict[_Node, int] = {}
         for _ in range(_ROUNDS):
@@ -164,48 +166,44 @@ def _tied(
 def _join_node(classes: Classes[_Node], graph: KernelGraph, i: int) -> None:
     """Join the dimensions of node ``i`` that must be equal."""
     node = graph.nodes[i]
-    rank = len(node.shape)
     for d, n in enumerate(node.shape):
         if n == 1:
             classes.join(("s", i, d), _ONE)
     shapes = [graph.nodes[j].shape for j in node.inputs]
-
-    def join(d: int, operand: int, e: int) -> None:
+    for d, operand, e in _same(node, shapes):
         if shapes[operand][e] != 1 and node.shape[d] != 1:
             classes.join(("s", i, d), ("s", node.inputs[operand], e))
+    if node.facets.puts and shapes[1][0] != 1:
+        dim = node.attributes["dim"]
+        classes.join(("s", node.inputs[1], 0), ("s", node.inputs[2], dim))
+    if node.facets.contracts:
+        a, b = node.inputs
+        classes.join(("s", a, len(shapes[0]) - 1), ("s", b, len(shapes[1]) - 2))
 
+
+def _same(node: Node, shapes: Sequence[tuple[Dim, ...]]) -> Iterator[tuple[int, int, int]]:
+    """Each dimension of a node with the operand, and its dimension, that it is."""
+    rank = len(node.shape)
     if node.facets.gathers:
         for d in range(rank):
             if (origin := node.facets.origin(d, len(shapes[1]))) is not None:
-                join(d, *origin)
-        return
-    if node.facets.puts:
-        dim = node.attributes["dim"]
+                yield d, *origin
+    elif node.facets.puts:
         for d in range(rank):
-            join(d, 0, d)
-            if d != dim:
-                join(d, 2, d)
-        if shapes[1][0] != 1:
-            classes.join(("s", node.inputs[1], 0), ("s", node.inputs[2], dim))
-        return
-    if lookup(node.operator).integers:  # lengths have the first dimensions of the scores
+            yield d, 0, d
+            if d != node.attributes["dim"]:
+                yield d, 2, d
+    elif lookup(node.operator).integers:  # lengths have the first dimensions of the scores
+        yield from ((d, k, d) for k, s in enumerate(shapes) for d in range(len(s)))
+    elif node.facets.permutes:
+        yield from ((d, 0, e) for d, e in enumerate(node.attributes["dims"]))
+    else:
+        skip = 2 if node.facets.contracts else 0
         for k, s in enumerate(shapes):
-            for d in range(len(s)):
-                join(d, k, d)
-        return
-    if node.facets.permutes:
-        for d, e in enumerate(node.attributes["dims"]):
-            join(d, 0, e)
-        return
-    skip = 2 if node.facets.contracts else 0
-    for k, s in enumerate(shapes):
-        for e in range(len(s) - skip):
-            join(e + rank - len(s), k, e)
-    if node.facets.contracts:
-        a, b = node.inputs
-        join(rank - 2, 0, len(shapes[0]) - 2)
-        join(rank - 1, 1, len(shapes[1]) - 1)
-        classes.join(("s", a, len(shapes[0]) - 1), ("s", b, len(shapes[1]) - 2))
+            yield from ((e + rank - len(s), k, e) for e in range(len(s) - skip))
+        if node.facets.contracts:
+            yield rank - 2, 0, len(shapes[0]) - 2
+            yield rank - 1, 1, len(shapes[1]) - 1
 
 
 def _join_mugraph(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> None:
@@ -225,8 +223,8 @@ def _join_mugraph(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> N
 
 
 def _owner(mu: MuGraph, op: BlockOp, d: int) -> tuple[str, int] | None:
-    """The tensor, and its dimension, that dimension d of a load or store is; None if its extent
-    follows from those of two tensors."""
+    """The tensor, and its dimension, that dimension d of a load or store is.
+    None if its extent follows from those of two tensors."""
     if op.puts and d == op.attributes["dim"]:
         return op.attributes["index"], 0
     if op.gathering is None:
@@ -278,8 +276,8 @@ def _pages(
 
 
 def _add_pages(classes: Classes[_Node], graph: KernelGraph, extents: dict[_Node, int]) -> None:
-    """Set the number of pages, or of a table's rows, to that of all that are named plus one: then
-    none is named twice."""
+    """Set the number of pages, or of a table's rows, to that of all that are named plus one.
+    None is named twice then."""
     for n in graph.nodes:
         if not (n.facets.gathers or n.facets.puts):
             continue
@@ -331,8 +329,8 @@ def _solve(
 def _multiply(
     classes: Classes[_Node], extents: dict[_Node, int], shared: list[tuple[_Node, list[_Node]]]
 ) -> None:
-    """Make the extent of a shared dimension the product of its labels' extents; the last label is
-    enlarged as needed. Raises GraphError."""
+    """Make the extent of a shared dimension the product of its labels' extents.
+    The last label is enlarged as needed. Raises GraphError."""
     for _ in range(8):
         before = dict(extents)
         for dim, nodes in shared:
@@ -401,8 +399,8 @@ def _resize(
     axes: dict[_Node, int],
     exact: set[_Node] | None,
 ) -> BlockProgram:
-    """The program at small extents, with tails (except for ``exact`` classes) unless that is
-    None."""
+    """The program at small extents, with tails (except for ``exact`` classes).
+    Without tails if that is None."""
     dims: dict[str, Dim] = {}
     parts: dict[str, int] = {}
     tile: dict[str, int] = {}

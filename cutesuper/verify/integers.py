@@ -101,8 +101,9 @@ def draw_integers(
 def typical_integers(
     graph: KernelGraph, index: int, shape: tuple[int, ...], seed: int
 ) -> NDArray[np.int64]:
-    """An integer input for measurements: lengths from half of the columns up to all of them, limits
-    that rise from row to row, labels that are classes.
+    """An integer input for measurements.
+    Lengths from half of the columns up to all of them, limits that rise from row to row, labels
+    that are classes.
 
     Args:
         graph: the kernel graph.
@@ -118,9 +119,9 @@ def typical_integers(
 
 
 def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]:
-    """The role of an integer input, its largest number that makes a difference, and for labels
-    the numbers that are none. An input in several roles is a table or an index if it is one, so
-    that pages and rows exist."""
+    """The role of an integer input, and its largest number that makes a difference.
+    For labels also the numbers that are none. An input in several roles is a table or an index if
+    it is one, so that pages and rows exist."""
     uses = [
         (n, lookup(n.operator), [graph.nodes[j].shape for j in n.inputs])
         for n in graph.nodes

@@ -7,8 +7,8 @@ from cutesuper.ir.dtypes import DType, float16, float32
 
 
 def product_type(step: KernelStep, mu: MuGraph) -> DType:
-    """The operand type of a kernel's products: that of the operands it loads. If it computes all of
-    them, the shortest type of its loads: statistics may be float32."""
+    """The operand type of a kernel's products: that of the operands it loads.
+    If it computes all of them, the shortest type of its loads: statistics may be float32."""
     ops = step.program.ops
     operands = [ops[i] for op in ops if op.facets.contracts for i in op.inputs]
     loads = [op for op in operands if op.kind == LOAD] or step.program.loads()

@@ -40,8 +40,8 @@ def execute(
     dtype: torch.dtype = torch.float64,
     rounded: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the block programs of a muGraph with PyTorch, tile by tile, with its kernels' guards for
-    hidden rows.
+    """Run the block programs of a muGraph with PyTorch, tile by tile.
+    With its kernels' guards for hidden rows.
 
     Args:
         mu: a legal muGraph.

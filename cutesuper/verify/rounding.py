@@ -155,8 +155,8 @@ class _Check:
         return given
 
     def _with_pages(self, given: Mapping[int, Any]) -> dict[int, Array]:
-        """The given values, and those gathered from them; integers become ones, on which nothing
-        depends."""
+        """The given values, and those gathered from them.
+        Integers become ones, on which nothing depends."""
         full = {
             i: np.ones((1, *x.data.shape)) if isinstance(x, Integers) else x
             for i, x in given.items()
@@ -175,8 +175,7 @@ class _Check:
         return x if isinstance(x, Integers) else TorchValue((), torch.from_numpy(x))
 
     def _views(self, plain: _Plain) -> Iterator[tuple[str, dict[int, tuple[int, ...]]]]:
-        """For each stored tensor: the nodes of the graph that equal it, each with its order of
-        dimensions."""
+        """The nodes of the graph that equal each stored tensor, with their orders of dimensions."""
         given = self._inputs(plain)
         tensors = {n: given[i] for n, i in zip(self.mu.inputs, self.graph.inputs, strict=True)}
         values = node_values(self.graph, self._with_pages(given))
@@ -198,8 +197,8 @@ class _Plain:
 
 
 def _whole(x: TorchValue, op: BlockOp) -> Array:
-    """A value summed over the axes of which it is a partial result: each block of a cluster
-    multiplies a part of ``(X A) B``."""
+    """A value summed over the axes of which it is a partial result.
+    Each block of a cluster multiplies a part of ``(X A) B``."""
     own = ("trial", *op.dims)
     parts = [n for n, part in enumerate(x.dims) if part.split(".")[0] not in own]
     return (x.data.sum(parts) if parts else x.data).numpy()
@@ -237,8 +236,9 @@ def _refusal(what: str) -> VerificationError:
 
 
 class _TrialDomain(TorchDomain):
-    """All trials at once, as the first dimension of every tensor. Masks hide nothing, and weights
-    of labels are 1, as in the graph's values: those of wrong labels are NaN."""
+    """All trials at once, as the first dimension of every tensor.
+    Masks hide nothing, and weights of labels are 1, as in the graph's values: those of wrong labels
+    are NaN."""
 
     def __init__(self) -> None:
         super().__init__(torch.float64)

@@ -121,8 +121,8 @@ class Layout:
 
 
 def exponents_loaded(program: BlockProgram, wanted: set[str]) -> set[str]:
-    """Names of the loaded tensors whose residues mod q are used, directly or for a stored tensor of
-    which those are ``wanted``."""
+    """Names of the loaded tensors whose residues mod q are used.
+    Directly, or for a stored tensor of which those are ``wanted``."""
     used = _with_exponents(program, wanted)
     return {_tensor(op) for i, op in enumerate(program.ops) if op.kind == LOAD and i in used}
 
@@ -372,8 +372,8 @@ class BlockRun:
         return names
 
     def _chunks(self, limit: int) -> dict[str, int]:
-        """Parts of each cut axis that are held at a time: axes are halved until every value
-        fits."""
+        """Parts of each cut axis that are held at a time.
+        Axes are halved until every value fits."""
         step = dict(self.layout.extents)
         kinds = (AxisKind.GRID, AxisKind.PERSISTENT, AxisKind.LOOP)
         axes = [a.name for kind in kinds for a in self.program.of_kind(kind)]

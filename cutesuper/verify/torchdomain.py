@@ -98,8 +98,8 @@ class TorchDomain:
         return TorchValue(kept, x.data.amax(axes) if axes else x.data)
 
     def placed(self, x: TorchValue, dims: tuple[str, ...], places: NDArray[np.int64]) -> TorchValue:
-        """Numbers in float64 whose last bits are their places: of equal ones the first is the
-        largest. `place` reads them."""
+        """Numbers in float64 whose last bits are their places.
+        Of equal ones the first is the largest. `place` reads them."""
         at = TorchValue(dims, torch.from_numpy(places).to(x.data.device))
         every = (*x.dims, *(d for d in dims if d not in x.dims))
         number = align(x, every).double() + 0.0

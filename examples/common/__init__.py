@@ -1,2 +1,1 @@
-"""Common parts of the examples: options, ways of computing the same, their comparison, times,
-plots."""
+"""Common parts of the examples: options, comparison of ways, times, plots."""

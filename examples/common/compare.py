@@ -1,4 +1,4 @@
-"""The same thing computed in several ways: are they right, and how long do they take?
+"""Comparison of several ways to compute the same: errors, and times.
 
 A way is right if its errors against float64 are at most twice those of eager PyTorch in the same
 element type, plus two units in the last place. An error is the norm of the difference over the

@@ -43,8 +43,8 @@ def table(results: Sequence[Result]) -> str:
 
 
 def verdict(results: Sequence[Result]) -> tuple[bool, str]:
-    """True if all ways are right, and a sentence that says so; times of wrong results mean
-    nothing."""
+    """True if all ways are right, and a sentence that says so.
+    Times of wrong results mean nothing."""
     wrong = [r for r in results if not r.fine]
     if not wrong:
         return bool(results), f"{len(results)} results: all within the rule"

@@ -18,7 +18,7 @@ WARM_UP = 3
 
 
 class Clock:
-    """Time between ticks: on the device where it is a GPU, so that nobody has to wait for it."""
+    """Time between ticks, on the device where it is a GPU: the host need not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"

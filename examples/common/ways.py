@@ -26,8 +26,9 @@ def compiled(way: str, function: Callable[..., Any], device: torch.device) -> Ca
 
 
 def backend_of(way: str, device: torch.device) -> dict[str, Any]:
-    """Arguments of torch.compile. On a CPU nothing is faster: there all regions are taken, so that
-    the reference executor shows that they are right."""
+    """Arguments of torch.compile.
+    On a CPU nothing is faster: there all regions are taken, so that the reference executor shows
+    that they are right."""
     if way != "backend":
         return {}
     found: dict[str, Any] = {"backend": "cutesuper"}

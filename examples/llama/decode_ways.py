@@ -85,9 +85,9 @@ def _same(function: Any) -> Any:
 
 
 def _small_kernels() -> dict[str, Any]:
-    """Options of Inductor, where it has them: queries and keys are turned in one kernel, and it is
-    launched like ours. A layer for 8 sequences takes 176.4 us without, 174.2 with the first, and
-    with both 0.9 less."""
+    """Options of Inductor that make small kernels cheaper, where it has them.
+    Queries and keys are turned in one kernel, and it is launched like ours. A layer for 8 sequences
+    takes 176.4 us without, 174.2 with the first, and with both 0.9 less."""
     wanted = {"combo_kernels": True, "triton.enable_pdl": True}
     return {name: wanted[name] for name in inductor.list_options() if name in wanted}
 

@@ -34,8 +34,8 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The training: its model, text and steps. The seed makes the first weights and the text;
-    `batch` counts sequences."""
+    """The training: its model, text and steps.
+    The seed makes the first weights and the text; `batch` counts sequences."""
 
     shape: Shape
     batch: int

@@ -8,7 +8,7 @@ far a value may be off if every operation is rounded in whatever way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -91,9 +91,9 @@ class Numbers:
         """Maximum, with the dimension."""
         return x.amax(dim, keepdim=True)
 
-    def largest(self, x: Tensor, dim: int) -> Tensor:
-        """1 for elements that are the maximum, 0 for the others."""
-        return (x >= x.amax(dim, keepdim=True)).double()
+    def largest(self, x: Tensor, dims: Sequence[int]) -> Tensor:
+        """1 for elements that are the maximum along some dimensions, 0 for the others."""
+        return (x >= x.amax(dims, keepdim=True)).double()
 
     def place(self, x: Tensor, dim: int) -> Tensor:
         """Place of the maximum, with the dimension."""
@@ -240,16 +240,17 @@ class Balls:
         low, high = ((x.v + s * x.e).amax(dim, keepdim=True) for s in (-1.0, 1.0))
         return self._ball(v, torch.maximum(_distance(low, v), _distance(high, v)))
 
-    def largest(self, x: Ball, dim: int) -> Ball:
+    def largest(self, x: Ball, dims: Sequence[int]) -> Ball:
         """1 for elements that are the maximum, 0 for the others: the maximum is one of them."""
         low, high = x.v - x.e, x.v + x.e
-        two = high.topk(min(2, high.shape[dim]), dim).values
-        others = two.select(dim, -1).unsqueeze(dim) if two.shape[dim] == 2 else -torch.inf
-        most = two.narrow(dim, 0, 1)
+        rows = high.movedim(dims, list(range(-len(dims), 0))).flatten(-len(dims))
+        two = rows.topk(min(2, rows.shape[-1])).values
+        most, others = (two.select(-1, i).reshape(low.amax(dims, True).shape) for i in (0, -1))
+        others = others if rows.shape[-1] > 1 else torch.full_like(others, -torch.inf)
         known = low >= torch.where(high == most, others, most)  # no other element is larger
-        known |= high < low.amax(dim, keepdim=True)
+        known |= high < low.amax(dims, keepdim=True)
         self.jumped |= not bool(known.all())
-        v = (x.v >= x.v.amax(dim, keepdim=True)).double()
+        v = (x.v >= x.v.amax(dims, keepdim=True)).double()
         return Ball(v, torch.where(known, 0.0, 1.0).double())
 
     def place(self, x: Ball, dim: int) -> Places:

@@ -46,6 +46,8 @@ DOMAINS: dict[str, tuple[tuple[str, float | None], ...]] = {
     "sinh": (("tanh", None),),
     "cosh": (("tanh", None),),
     "expm1": (("tanh", None),),
+    "special_entr": (("square", None),),
+    "logit": (("sigmoid", None),),
 }
 
 #: operators that programs are made of more often than a draw from the table gives them
@@ -416,6 +418,14 @@ def _transpose(d: Draw, op: Operator) -> None:
     d.step("transpose", i, dims=None if d.rng.random() < 0.5 else tuple(order))
 
 
+@recipe("amax")
+def _amax(d: Draw, op: Operator) -> None:
+    i = d.value()
+    dims = list(range(len(d.dims(i))))
+    d.rng.shuffle(dims)
+    d.step("amax", i, dims=tuple(dims[: d.rng.randint(1, len(dims))]))
+
+
 @recipe("concat")
 def _concat(d: Draw, op: Operator) -> None:
     rng = d.rng
@@ -594,9 +604,9 @@ def _power(d: Draw, op: Operator) -> None:
     d.step("power", prepared(d, "power", d.value()), exponent=exponent)
 
 
-@recipe("root")
-def _root(d: Draw, op: Operator) -> None:
-    d.step("root", prepared(d, "root", d.value()))
+@recipe("root", "special_entr", "logit")
+def _prepared(d: Draw, op: Operator) -> None:
+    d.step(op.name, prepared(d, op.name, d.value()))
 
 
 @recipe("softmax", "log_softmax", "logsumexp")

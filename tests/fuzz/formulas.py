@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "maximum": torch.maximum,
     "raised": torch.maximum,
     "xlogy": torch.xlogy,
+    "hypot": torch.hypot,
     "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
     "hide": lambda c, x: torch.where(c > 0.5, x, -torch.inf),
     "lift": lambda c, x: torch.where(c > 0.5, x, torch.inf),
@@ -172,6 +174,21 @@ def _sinc(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype)
     return m.function(lambda s, x: torch.where(x == 0, 1.0, s / x), sine, angle)
 
 
+@formula("special_entr")
+def _entr(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """With a logarithm of its own, which rounds to 0 next to 1."""
+    logarithm = m.function(torch.log, args[0])
+    return m.function(
+        lambda x, y: torch.where(x > 0, -x * y, torch.special.entr(x)), args[0], logarithm
+    )
+
+
+@formula("logit")
+def _logit(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The logarithm of a quotient, which is rounded."""
+    return m.function(torch.log, m.function(lambda x: x / (1 - x), args[0]))
+
+
 @formula("tan")
 def _tan(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     """A quotient, whose divisor may be on either side of zero."""
@@ -233,6 +250,11 @@ def _prod(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype)
 @formula("max")
 def _max(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     return m.max(args[0], a["dim"])
+
+
+@formula("amax")
+def _amax(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return reduce(m.max, a["dims"], args[0])
 
 
 @formula("argmax")

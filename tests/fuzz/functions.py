@@ -196,7 +196,8 @@ PAIRS = ("{0} + {1}", "{0} - {1}", "{0} * {1}", "{0} / ({1} * {1} + 0.5)",
          "torch.maximum({0}, {1})", "torch.minimum({0}, {1})", "torch.addcmul({0}, {0}, {1})",
          "torch.lerp({0}, {1}, 0.25)", "F.silu({0}) * {1}",
          "torch.where({1} > 0, {0}, 0.5)",
-         "F.mse_loss({0}, {1})", "{0}.masked_fill({1} > 1, -1e4)")  # fmt: skip
+         "F.mse_loss({0}, {1})", "F.huber_loss({0}, {1})", "F.smooth_l1_loss({0}, {1}, beta=0.5)",
+         "torch.hypot({0}, {1})", "{0}.masked_fill({1} > 1, -1e4)")  # fmt: skip
 #: their second operand decides, so it is an argument
 DECIDED = ("torch.where({1} > 0, {0}, 0.5)", "{0}.masked_fill({1} > 1, -1e4)")
 SHAPES = ("{0}.mT", "{0}.transpose(0, 1)", "{0}.flatten(0, 1)", "{0}.unsqueeze(0)",
@@ -210,8 +211,9 @@ ALONG = ("{0}.sum(DIM)", "{0}.sum(DIM, keepdim=True)", "{0}.mean(DIM, keepdim=Tr
          "{0}.mean(DIM)", "{0}.amax(DIM, keepdim=True)", "{0}.amin(DIM)", "{0}.softmax(DIM)",
          "{0}.log_softmax(DIM)", "{0}.logsumexp(DIM)", "{0}.var(DIM, keepdim=True)",
          "{0}.std(DIM, correction=0)", "{0}.norm(dim=DIM, keepdim=True)",
-         "F.normalize({0}, dim=DIM)", "{0}.sum()", "{0}.mean()", "{0}.max(DIM).values",
-         "F.glu({0}, DIM)", "F.softmin({0}, DIM)", "{0}.cumsum(DIM)")  # fmt: skip
+         "F.normalize({0}, dim=DIM)", "{0}.sum()", "{0}.mean()", "{0}.amax()",
+         "{0}.max(DIM).values", "F.glu({0}, DIM)", "F.softmin({0}, DIM)",
+         "{0}.cumsum(DIM)")  # fmt: skip
 #: with an eps: the default depends on the element type, and so is another one in float64
 NORMS = (
     "F.rms_norm({0}, {0}.shape[-1:], eps=1e-5)",

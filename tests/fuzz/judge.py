@@ -89,8 +89,8 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
             formula = OF_EMPTY if by_none else formulas[node.operator]
             if node.operator == "softmax" and node.inputs[0] not in gone:
                 formula = softmax_by_data
-            dim = _compared(graph, node)
-            y = formula(m, args, attributes, dtype) if dim is None else m.largest(args[0], dim)
+            dims = _compared(graph, node)
+            y = m.largest(args[0], dims) if dims else formula(m, args, attributes, dtype)
             values.append(y if node.dtype.integer else m.store(y, dtype))
     return [values[i] for i in graph.outputs]
 
@@ -122,12 +122,15 @@ def _gone_and_empty(graph: KernelGraph) -> tuple[set[int], set[int]]:
     return gone, zero
 
 
-def _compared(graph: KernelGraph, node: Node) -> int | None:
-    """The dimension along which a node compares its operand with the maximum of the same one."""
-    of = graph.nodes[node.inputs[-1]]
-    if (node.operator, of.operator) != ("at_least", "max") or of.inputs[0] != node.inputs[0]:
-        return None
-    return of.attributes["dim"]
+def _compared(graph: KernelGraph, node: Node) -> list[int]:
+    """The dimensions along which a node compares its operand with the maximum of the same one."""
+    of, dims = graph.nodes[node.inputs[-1]], list[int]()
+    while (node.operator, of.operator) == ("at_least", "max"):
+        dims.append(of.attributes["dim"])
+        if of.inputs[0] == node.inputs[0]:
+            return dims
+        of = graph.nodes[of.inputs[0]]
+    return []
 
 
 def _factors(graph: KernelGraph, node: Node) -> torch.dtype:

@@ -69,8 +69,14 @@ def of_machine(error: PtxError, stage: str) -> Outcome:
     return Outcome("illegal", f"{stage}, {reason[:100]}", str(error))
 
 
+#: what errors of programs that a search made begin with, which nobody can do anything about
+INTERNAL = ("block program, ", "muGraph: ")
+
+
 def of_refusal(error: Exception, stage: str) -> Outcome:
     """A documented error; what it names is left out of its reason."""
+    if str(error).startswith(INTERNAL):
+        return of_exception(error, stage)
     text = re.sub(
         r"superoptimize\(f[^)]*\)(: \S+)?,?( at <fuzzed>:[-\d]+)?: ", "", str(error).split("\n")[0]
     )

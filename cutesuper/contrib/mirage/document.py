@@ -189,8 +189,8 @@ class _Tensors:
 
 
 def _read_operator(f: Fields, level: str, tensors: _Tensors) -> tuple[Fields, Operator]:
-    """The fields that all operators have, as an `Operator`; and the fields again, with the
-    operator's name in messages."""
+    """The fields that all operators have, as an `Operator`.
+    Returns the fields again as well, with the operator's name in messages."""
     text = f.text("op_type")
     f = Fields(f.data, f"{f.where} ({text[:40]})")
     name, dim = operator_of(text, level, f.where)

@@ -233,6 +233,6 @@ class Indices:
 
 
 def _boundaries(extents: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Boundaries between divided dimensions, in elements from the inside: (8, 4, 64) at 256 and
-    64."""
+    """Boundaries between divided dimensions, in elements from the inside.
+    (8, 4, 64): at 256 and 64."""
     return [prod(e[i:]) for e in extents for i in range(1, len(e))]

@@ -161,8 +161,8 @@ class Labels:
         return next((f for f in group if f not in (loop, tile)), None), loop, tile
 
     def _stored_together(self, grid: int | None, tile: int | None) -> bool:
-        """True if stores write the parts side by side, or only the parts along the grid of values
-        that are reduced over the tile."""
+        """True if stores write the parts side by side.
+        Of values that are reduced over the tile, only the parts along the grid."""
         if grid is None or tile is None:
             return True
         for i, value in self._stores:
@@ -176,8 +176,8 @@ class Labels:
         return True
 
     def _accumulated_together(self, loop: int, tile: int | None) -> bool:
-        """True if accumulated values have been reduced over the tile; for a mean or maximum, just
-        before."""
+        """True if accumulated values have been reduced over the tile.
+        For a mean or maximum, just before."""
         if tile is None:
             return True
         for step, _ in self._indices.of_kind("close"):

@@ -162,7 +162,7 @@ class TensorProduct(Product):
         return self.blocks * self.cores.block
 
     def instruction(self, joint: bool = False) -> cute.TiledMma:
-        """The instruction: another one each time, since a flag of a run-time loop stays inside;
+        """The instruction: another one each time, since a flag of a run-time loop stays inside.
         ``joint``: that of two blocks, instead of this block's part of it."""
         group = tcgen05.CtaGroup.TWO if joint else tcgen05.CtaGroup.ONE
         part = self.rows, self.columns // (1 + self.cores.joint)
@@ -245,8 +245,8 @@ class RoundedProduct(TensorProduct, GatheredProduct):
 
 @dataclass(frozen=True)
 class TensorProducts(Products):
-    """tcgen05: the first warp of each consumer warpgroup issues; consumer warps are the first of
-    the block.
+    """tcgen05: the first warp of each consumer warpgroup issues.
+    Consumer warps are the first of the block.
 
     Attributes:
         state: tensor memory; None before `open`.
@@ -326,8 +326,8 @@ class TensorProducts(Products):
         dependent: cutlass.Constexpr,
         joint: cutlass.Constexpr,
     ):
-        """Allocate columns; waits until another block of the multiprocessor gives them back. All of
-        them where products are ``joint``.
+        """Allocate columns; waits until another block of the multiprocessor gives them back.
+        ``joint`` products take all columns.
 
         Blocks of the launch before have started, but may not have theirs: without the wait for them
         both launches would wait for each other.
@@ -452,15 +452,15 @@ class TensorProducts(Products):
 
 
 def phase(group: Any) -> Any:
-    """Phase of the barrier of a group of products; bits, since groups before the first one are
-    negative, and have ended."""
+    """Phase of the barrier of a group of products.
+    Bits, since groups before the first one are negative, and have ended."""
     return (group >> (GROUPS.bit_length() - 1)) & 1
 
 
 @dsl_user_op
 def store(words: list[Any], address: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """Store a thread's words to tensor memory, two for each four columns; waits until they are
-    there."""
+    """Store a thread's words to tensor memory, two for each four columns.
+    Waits until they are there."""
     lines, at = list[str](), 0
     for first, width in pieces(2 * len(words)):
         registers = ", ".join(f"${v}" for v in range(at, at + width // 2))

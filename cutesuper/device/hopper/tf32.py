@@ -76,8 +76,9 @@ def updated(
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """Run a statement that changes n fp32 registers in place, its operands 0 to n - 1 and n to 2 n
-    - 1, and reads operands of these kinds, from number 2 n on."""
+    """Run a statement that changes n fp32 registers in place.
+    They are its operands 0 to n - 1 and n to 2 n - 1; it reads operands of these kinds from number
+    2 n on."""
     count = cute.size(registers)
     given = [registers[v] for v in range(count)] + operands
     constraints = ",".join([*["=f"] * count, *map(str, range(count)), *kinds])

@@ -183,8 +183,8 @@ class Operator:
         return self.through is not None
 
     def origin(self, dim: int, rank: int) -> tuple[int, int] | None:
-        """The operand, and its dimension, that a dimension of the result is (operators that gather
-        only); None if its extent follows from both operands.
+        """The operand, and its dimension, that a dimension of the result is.
+        Operators that gather only; None if its extent follows from both operands.
 
         Args:
             dim: of the result.
@@ -193,8 +193,8 @@ class Operator:
         raise NotImplementedError
 
     def element(self, index: Shape, result: Shape) -> Shape:
-        """Shape of what one integer names (operators that gather only), from the shapes of the
-        integers and of the result."""
+        """Shape of what one integer names, from the shapes of the integers and of the result.
+        Operators that gather only."""
         raise NotImplementedError
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
@@ -268,8 +268,8 @@ class Operator:
         extents: tuple[Any, Any],
         attributes: Attributes,
     ) -> Any:
-        """One element of the result (masking operators only), from elements of the arguments and
-        the element's position; what `scalar` is for element-wise operators.
+        """One element of the result, from elements of the arguments and the element's position.
+        Masking operators only: what `scalar` is for element-wise operators.
 
         Args:
             m: as for `scalar`, with ``where(condition, x, y)`` and ``position(integer)``, which
@@ -294,8 +294,7 @@ class Operator:
         return self.masks and self.fill == -inf and bool(self.integers)
 
     def places(self, extent: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """For operators that turn a dimension of this extent: the place that each element of the
-        result comes from, and the sign that it gets."""
+        """The source and the sign of each element where a dimension of this extent is turned."""
         raise NotImplementedError
 
     def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:
@@ -307,9 +306,8 @@ class Operator:
         raise NotImplementedError
 
     def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
-        """Labels only: integers with which the verifier tries labels that are out of range,
-        ignored, or the last one. At most 5 for all operators of a program, so that there are enough
-        trials."""
+        """Integers with which the verifier tries labels: out of range, ignored, or the last one.
+        At most 5 for all operators of a program, so that there are enough trials."""
         raise NotImplementedError
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:

@@ -53,8 +53,8 @@ class NamedOperators:
         return self.apply(operator.name, *operands, **dict(named), **attributes)
 
     def matmul(self, a: Tensor, b: Tensor, precision: str = EXACT) -> Tensor:
-        """``a[..., M, K] @ b[..., K, N]``; for the precision of float32 operands see
-        `cutesuper.ir.precision`."""
+        """``a[..., M, K] @ b[..., K, N]``.
+        For the precision of float32 operands see `cutesuper.ir.precision`."""
         return self.apply("matmul", a, b, precision=precision)
 
     def add(self, a: Operand, b: Operand) -> Tensor:
@@ -98,8 +98,8 @@ class NamedOperators:
         return self.apply("clamp", a, min=min, max=max)
 
     def convert(self, a: Tensor, dtype: Any) -> Tensor:
-        """``a`` converted to another element type (fp16, bf16 or fp32), in which it is stored if it
-        is stored.
+        """``a`` converted to another element type (fp16, bf16 or fp32).
+        It is stored in that type, if it is stored.
 
         Products take operands of one type: this is how a float32 tensor becomes one of 16 bits.
         Everything is computed in fp32, so values that stay inside a
@@ -245,8 +245,7 @@ class NamedOperators:
         return self.apply("take_rows", table, index)
 
     def put_rows(self, base: Tensor, index: Tensor, rows: Tensor, dim: int = 0) -> Tensor:
-        """``base`` with ``rows`` at the places of dimension ``dim`` that an index names: an append
-        to a cache.
+        """``base`` with ``rows`` at the indexed places of dimension ``dim``: an append to a cache.
 
         Args:
             base: an input.

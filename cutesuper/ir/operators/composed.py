@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import OperatorError
 from cutesuper.ir.dims import Shape, size
-from cutesuper.ir.operators.base import Attributes, Elementwise, operator, torch_module
+from cutesuper.ir.operators.base import (
+    LARGEST,
+    Attributes,
+    Elementwise,
+    operator,
+    torch_module,
+)
 from cutesuper.ir.operators.pointwise import Clamp
 
 if TYPE_CHECKING:
@@ -159,6 +165,13 @@ def _sinc_slope(g: Derivation, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
     return _except(g, g.at_least(0.0, divisor), g.mul(dy, g.div(g.sub(cosine, sine), divisor)))
 
 
+def _entr(g: KernelGraph, x: Tensor) -> Tensor:
+    """The logarithm of the condition that x is not negative is 0 or -inf."""
+    positive = g.relu(x)
+    y = _except(g, g.at_least(0.0, positive), g.mul(positive, g.log(positive)))
+    return g.sub(g.log(g.at_least(x, 0.0)), y)
+
+
 COMPOSED = (
     composed("abs", "The absolute value.", _size,
         lambda g, x, y, dy: g.mul(dy, g.sub(g.step(x), g.step(g.mul(x, -1.0))))),
@@ -191,6 +204,11 @@ COMPOSED = (
     composed("tan", "Tangent, of radians.", lambda g, x: g.div(g.sin(x), g.cos(x)),
         lambda g, x, y, dy: g.mul(dy, g.add(g.square(y), 1.0))),
     composed("sinc", "sin(pi x) / (pi x), 1 at 0.", _sinc, _sinc_slope),
+    composed("special_entr", "-x log(x), 0 at 0, -inf below.", _entr,
+        lambda g, x, y, dy: g.mul(dy, g.sub(-1.0, g.log(x)))),
+    # the root of x (1 - x) is NaN where the result is
+    composed("logit", "log(x / (1 - x)).", lambda g, x: g.log(g.div(x, g.sub(1.0, x))),
+        lambda g, x, y, dy: g.mul(dy, g.square(g.rsqrt(g.mul(x, g.sub(1.0, x)))))),
 )  # fmt: skip
 #: classes of the package are found under their names: see `cutesuper.ir.definitions`
 globals().update({cls.__name__: cls for cls in COMPOSED})
@@ -218,15 +236,15 @@ class Power(Composed):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
-        """dx = dy n x^(n - 1)."""
+        """dx = dy n x^(n - 1), 0 for n = 0 whatever x is."""
         n = attributes["exponent"]
-        return [g.mul(dy, g.mul(power(g, args[0], n - 1), n))]
+        return [g.zeros(y) if n == 0 else g.mul(dy, g.mul(power(g, args[0], n - 1), n))]
 
 
 def power(g: KernelGraph, x: Tensor, exponent: float) -> Tensor:
     """x to a power that is a multiple of 1/4."""
-    if exponent == -0.5:
-        return g.rsqrt(x)
+    if exponent in (1.0, -0.5):
+        return g.mul(x, 1.0) if exponent == 1.0 else g.rsqrt(x)
     whole, part = divmod(abs(exponent), 1)
     factors = [*_whole_power(g, x, int(whole)), *_roots(g, x, part)]
     y = reduce(g.mul, factors) if factors else g.add(g.keep(0.0, x), 1.0)
@@ -267,8 +285,10 @@ class Hardtanh(Clamp):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor]:
-        above, below = g.sub(args[0], attributes["min"]), g.sub(attributes["max"], args[0])
-        return (g.keep(g.mul(g.step(above), g.step(below)), dy),)
+        x, low, high = args[0], attributes["min"], attributes["max"]
+        above = g.step(g.sub(x, low)) if low > -inf else g.at_least(x, -LARGEST)
+        below = g.step(g.sub(high, x)) if high < inf else g.at_least(LARGEST, x)
+        return (g.keep(g.mul(above, below), dy),)
 
 
 class _OfTwo(Elementwise):
@@ -297,6 +317,29 @@ class Raised(_OfTwo):
         own = g.at_least(*args)
         less = _except(g, own, g.at_least(*args[::-1]))
         return [g.keep(own, dy), g.keep(less, dy)]
+
+
+@operator
+class Hypot(_OfTwo):
+    """sqrt(x^2 + y^2), whose squares overflow nowhere; NaN where x or y is."""
+
+    name = "hypot"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].hypot(args[1])
+
+    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        """With the larger one in front of the root; an infinite one is the result."""
+        x, y = (_size(g, t) for t in args)
+        most = g.maximum(x, y)
+        least = g.mul(g.maximum(g.mul(x, -1.0), g.mul(y, -1.0)), -1.0)
+        ratio = g.keep(g.at_least(LARGEST, most), g.div(least, g.add(most, _is_zero(g, most))))
+        return g.mul(most, g.sqrt(g.add(g.square(ratio), 1.0)))
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        return [g.mul(dy, g.div(t, y)) for t in args]
 
 
 @operator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +19,7 @@ from cutesuper.ir.operators.base import (
     torch_module,
 )
 from cutesuper.ir.operators.index import LabelWeight, LengthMask, Pick
+from cutesuper.ir.operators.reduce import shares
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -89,8 +91,8 @@ class RmsNorm(Operator):
 
 @operator
 class LayerNorm(Operator):
-    """(x - mean x) / sqrt(mean (x - mean x)^2 + eps) over the last dimension, with an optional
-    weight and bias (arXiv:1607.06450)."""
+    """(x - mean x) / sqrt(mean (x - mean x)^2 + eps) over the last dimension.
+    With an optional weight and bias (arXiv:1607.06450)."""
 
     name = "layer_norm"
     arity = -1  # x; x and weight; x, weight and bias
@@ -137,8 +139,9 @@ class LayerNorm(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
-        """With x^ = (x - mean) r, r = 1 / sqrt(var + eps): dx = r (w dy - mean(w dy) - x^ mean(x^ w
-        dy)), with both means taken at once, because the mean of x^ is 0. dw = dy x^, db = dy."""
+        """The gradients dx = r (w dy - mean(w dy) - x^ mean(x^ w dy)), dw = dy x^, db = dy.
+        Here x^ = (x - mean) r and r = 1 / sqrt(var + eps); both means are taken at once, because
+        the mean of x^ is 0."""
         x = args[0]
         centred = g.sub(x, g.named(g.mean(x, -1), "mean"))
         variance = g.mean(g.square(centred), -1)
@@ -192,6 +195,46 @@ class Softmax(Operator):
 
 
 @operator
+class Amax(Operator):
+    """Largest element along several dimensions, which stay with extent 1.
+
+    It is a maximum of maxima, whose gradient all elements that are equal to it share evenly, as in
+    PyTorch.
+    """
+
+    name = "amax"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"dims": ...}
+    composite = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        dims = attributes["dims"]
+        if not isinstance(dims, list | tuple):
+            raise ShapeError(f"amax(dims={dims!r}): must be a list of dimensions")
+        dims = attributes["dims"] = tuple(normal_dim(self.name, shapes[0], d) for d in dims)
+        if not dims or len(set(dims)) < len(dims):
+            raise ShapeError(
+                f"{show_call(self.name, shapes)}: dims={list(dims)} must name at least one "
+                "dimension, and each once"
+            )
+        return tuple(1 if i in dims else n for i, n in enumerate(shapes[0]))
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].amax(attributes["dims"], keepdim=True)
+
+    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        return reduce(g.max, attributes["dims"], args[0])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        return [shares(g, args[0], attributes["dims"], y, dy)]
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return float(size(shapes[0]))
+
+
+@operator
 class LogSumExp(Operator):
     """log(sum exp x) along ``dim``, which stays with extent 1: max x + log(sum exp(x - max x)).
 
@@ -212,8 +255,9 @@ class LogSumExp(Operator):
         return args[0].logsumexp(attributes["dim"], keepdim=True)
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        """Return an infinite maximum as the result: inf - inf would be NaN. (The same is done if
-        its square overflows: the logarithm that is left out is lost beside it.)"""
+        """Return an infinite maximum as the result: inf - inf would be NaN.
+        (The same is done if its square overflows: the logarithm that is left out is lost beside
+        it.)"""
         dim = attributes["dim"]
         largest = g.max(args[0], dim)
         rest = g.log(g.sum(g.exp(g.sub(args[0], largest)), dim))

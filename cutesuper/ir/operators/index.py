@@ -1,5 +1,4 @@
-"""Operators with an integer operand: lengths of sequences, limits of rows, tables of pages, indices
-of rows, labels of classes.
+"""Operators with an integer operand: lengths, limits, tables of pages, indices, labels.
 
 Lengths and tables serve a cache of keys and values: every sequence of a batch has its own length,
 and its keys may lie in pages anywhere in memory (arXiv:2309.06180). Limits are windows, padding,
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class _Limits(Operator):
-    """Columns hidden by integers, to which columns are compared. Rows that see nothing have no
-    maximum; softmax makes zeros of them."""
+    """Columns hidden by integers, to which columns are compared.
+    Rows that see nothing have no maximum; softmax makes zeros of them."""
 
     arity = 2
     attributes: ClassVar[Attributes] = {"causal": False}
@@ -171,8 +170,8 @@ class LimitMask(_Limits):
 
 
 class _Gather(Operator):
-    """Parts of an input put together as integers say. Nothing is copied: users of the result read
-    the input through the integers."""
+    """Parts of an input put together as integers say.
+    Nothing is copied: users of the result read the input through the integers."""
 
     arity = 2
     integers: ClassVar[tuple[int, ...]] = (1,)

@@ -69,7 +69,7 @@ class Transpose(Operator):
 
 @operator
 class RotateHalf(Operator):
-    """``[-b, a]`` of the halves ``[a, b]`` of the last dimension, as rotary positions have it:
+    """``[-b, a]`` of the halves ``[a, b]`` of the last dimension, as rotary positions have it.
     ``x cos + rotate_half(x) sin`` (Su et al., RoFormer, 2021)."""
 
     name = "rotate_half"
@@ -224,8 +224,8 @@ class Slice(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
-        """Zeros around dy; they vanish where the slices of a tensor cover it. Of an input they are
-        stored beside it."""
+        """Zeros around dy; they vanish where the slices of a tensor cover it.
+        Of an input they are stored beside it."""
         [x], dim = args, attributes["dim"]
         start, stop, n = attributes["start"], attributes["stop"], extent(x.shape[dim])
         if len(dy.shape) > len(x.shape):

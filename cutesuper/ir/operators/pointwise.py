@@ -278,8 +278,10 @@ class Clamp(_Unary):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
-        """dy from min to max, both included, as in PyTorch."""
+        """dy from min to max, both included, as in PyTorch; nothing of it for NaN."""
         x, inside = args[0], dy
+        if attributes["min"] == -inf and attributes["max"] == inf:
+            inside = g.keep(g.maximum(g.at_least(x, 0.0), g.at_least(0.0, x)), dy)
         if attributes["min"] > -inf:
             inside = g.keep(g.at_least(x, attributes["min"]), inside)
         if attributes["max"] < inf:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import OperatorError, ShapeError
@@ -82,29 +84,26 @@ class Mean(Reduction):
 
 @operator
 class Max(Reduction):
-    """Largest element along a dimension."""
+    """Largest element along a dimension; `Amax` is that along several."""
 
     name = "max"
     method = "amax"
     reduces = MAX
-    torch_names = ("aten.amax.default", "aten.max.default")
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        """Elements that share the maximum share its cotangent evenly, as PyTorch's ``amax``; a
-        maximum of maxima has the share of all its elements."""
-        largest = self._shares(g, args[0], y)
-        return (g.mul(largest, g.div(dy, g.sum(largest, attributes["dim"]))),)
+        """Even shares of the cotangent for elements that share the maximum, as of ``amax``."""
+        return (shares(g, args[0], (attributes["dim"],), y, dy),)
 
-    def _shares(self, g: Derivation, x: Tensor, y: Tensor) -> Tensor:
-        """The number of elements equal to a maximum y that each element of its operand stands for:
-        0 or 1, but where the operand is a maximum along another dimension."""
-        largest = g.at_least(x, y)
-        if x.node.facets is not self:
-            return largest
-        own = self._shares(g, g.tensor(x.node.inputs[0]), x)
-        return g.mul(largest, g.sum(own, x.node.attributes["dim"]))
+
+def shares(g: Derivation, x: Tensor, dims: Sequence[int], y: Tensor, dy: Tensor) -> Tensor:
+    """The cotangent of x from that of its maximum y along some dimensions.
+
+    All elements that are equal to the maximum have the same share.
+    """
+    largest = g.at_least(x, y)
+    return g.mul(largest, g.div(dy, reduce(g.sum, dims, largest)))
 
 
 @operator
@@ -118,8 +117,8 @@ class Prod(Reduction):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        """The product of the others: of all divided by the element where no other element is 0,
-        with 1 in place of zeros; 0 elsewhere."""
+        """The product of the others: of all divided by the element where no other element is 0.
+        With 1 in place of zeros; 0 elsewhere."""
         [x], dim = args, attributes["dim"]
         zero = g.mul(g.at_least(x, 0.0), g.at_least(0.0, x))
         others = g.sub(g.sum(zero, dim), zero)
@@ -130,8 +129,8 @@ class Prod(Reduction):
 
 @operator
 class ArgMax(Reduction):
-    """Place of the largest element along a dimension, int64: of equal ones the first, as PyTorch
-    has it, and of NaN the first where there is any."""
+    """Place of the largest element along a dimension, int64.
+    Of equal ones the first, as PyTorch has it, and of NaN the first where there is any."""
 
     name = method = "argmax"
     reduces = PLACE
@@ -198,8 +197,9 @@ class Matmul(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        """Cotangents of the operands; if the product was summed, dy has one value for each row or
-        column, so the other operand is summed and no product with repeated values is made.
+        """Cotangents of the operands.
+        If the product was summed, dy has one value for each row or column, so the other operand is
+        summed and no product with repeated values is made.
 
         before: dy ``[M, 1]`` repeated to ``[M, N]``, ``dy @ B^T``; after: ``dy * sum(B^T)``.
         """

@@ -24,9 +24,9 @@ class _OfTwo(Elementwise):
     arity = 2
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """An opaque function of g(x) + h(y), which tells pairs apart: no other operator of a
-        program uses g and h, so no other y makes up for another x, and -inf is treated like any
-        number."""
+        """An opaque function of g(x) + h(y), which tells pairs apart.
+        No other operator of a program uses g and h, so no other y makes up for another x, and -inf
+        is treated like any number."""
         first, second = (a.opaque(f"{k} of two", x) for k, x in zip(_PLACES, args, strict=True))
         return a.opaque(self.name, a.add(first, second))
 

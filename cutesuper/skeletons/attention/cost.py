@@ -136,8 +136,8 @@ class _Model:
         self.results = plan.block_rows * plan.extent(plan.columns) / RESULTS
 
     def loops(self) -> list[int]:
-        """Tiles of keys of a block for each tile of the label whose position hides keys, the
-        longest first. Parts divide the keys that a tile of rows sees."""
+        """Tiles of keys of a block for each tile of the masked label, the longest first.
+        The position along that label hides keys. Parts divide the keys that a tile of rows sees."""
         p = self.plan
         mask = next((m for m in p.masks if m.rows is not None and not m.lower), None)
         if mask is None or mask.rows is None:
@@ -162,8 +162,9 @@ class _Model:
         return Cost(launch + busy, {"launch": launch} | ends | causes)
 
     def _waves(self, loop: int, ends: float) -> tuple[float, dict[str, float]]:
-        """Cost of equal clusters. Beginnings and ends of blocks hide behind the memory of the
-        device, but not those of the last wave."""
+        """Cost of equal clusters.
+        Beginnings and ends of blocks hide behind the memory of the device, but not those of the
+        last wave."""
         units, at_once = self.units, self.at_once
         last = (units - 1) % at_once + 1
         full, active = (units - last) // at_once, min(units, at_once)
@@ -203,8 +204,8 @@ class _Model:
         return overlapped(exponent, turns, *shared.values()), {"blocks": turns} | shared
 
     def _mixed_us(self, ends: float) -> float:
-        """Time for unsorted sequences of all lengths up to the longest, each divided into the same
-        number of parts.
+        """Time for unsorted sequences of all lengths up to the longest.
+        Each is divided into the same number of parts.
 
         Blocks share the memory evenly, so a long one is not late while there are others; once there
         are fewer than the memory can serve, each is limited by the rate of an SM.
@@ -246,16 +247,16 @@ class _Model:
         }
 
     def _crowds(self) -> bool:
-        """True if some of the next launch's clusters find room beside this launch's, and some do
-        not: these begin behind all others. Where hardly any does, as with 64 pairs of 66, nothing
-        is lost."""
+        """True if only some of the next launch's clusters find room beside this launch's.
+        The others begin behind all. Where hardly any does, as with 64 pairs of 66, nothing is
+        lost."""
         if self.units > self.slots:
             return self.plan.cluster > 2
         return self.units / self.rates.crowd < self.slots - self.units < self.units
 
     def _block_us(self, loop: float, shared_by: int) -> dict[str, float]:
-        """Time by cause of a block with ``loop`` tiles of keys; ``shared_by`` blocks share its
-        SM."""
+        """Time by cause of a block with ``loop`` tiles of keys.
+        ``shared_by`` blocks share its SM."""
         s = self.plan.schedule
         tensor, lanes = self._tile_us()
         loop = max(1.0, loop)
@@ -281,8 +282,9 @@ class _Model:
         return self.plan.key_tile * self.work.read / self.rates.value_reads_per_us
 
     def _step_us(self) -> float:
-        """Time of a tile of keys from its first product to its last. Warpgroups of different rows
-        meet at the tensor cores; one computes exponentials while the other multiplies."""
+        """Time of a tile of keys from its first product to its last.
+        Warpgroups of different rows meet at the tensor cores; one computes exponentials while the
+        other multiplies."""
         tensor, lanes = self._tile_us()
         work = max(self.plan.schedule.row_groups * tensor, tensor + lanes)
         return self.rates.step_us + work + self._values_us()

@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
+from typing import Any
 
 from cutesuper.ir.block import AxisKind
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.attention.plan import AttentionPlan, Mask, Reduction
+from cutesuper.skeletons.base import Plan
 
 
 def attention_lines(plan: AttentionPlan) -> list[str]:
     """The plan line by line: places of all data, roles of all warps, joining of the keys' parts."""
     lines = [_tile_line(plan), *_block_lines(plan), *_row_lines(plan), *_key_lines(plan)]
-    lines += [*_beside_lines(plan), _score_line(plan), *_sum_lines(plan), *_join_lines(plan)]
+    lines += [
+        *beside_lines(_name(plan, i) for i in plan.beside),
+        _score_line(plan),
+        *_sum_lines(plan),
+        *_join_lines(plan),
+    ]
     lines += [
         f"{_tensor(plan, o.view.argument)} = {_text(plan, o.expression)}" for o in plan.outputs
     ]
     if any(s.inverse is not None for s in plan.row_sums):
         lines.append("rows that see no key are 0")
-    lines.append(f"{plan.shared_bytes} bytes of shared memory")
+    return lines + launch_lines(plan)
+
+
+def launch_lines(plan: Plan[Any]) -> list[str]:
+    """The end of a plan in words: its shared memory, and its launch."""
+    lines = [f"{plan.shared_bytes} bytes of shared memory"]
     if plan.schedule.dependent_launch:
         lines.append("dependent launch: nothing loaded before the dependency wait")
     return lines
+
+
+def beside_lines(names: Iterable[str]) -> list[str]:
+    """A line for each tensor that meets scores, by its name."""
+    return [f"{name}: read in registers while scores are multiplied" for name in names]
+
+
+def visible(plan: Plan[Any], mask: Mask, columns: str, rows: str) -> str:
+    """``N < lengths + L - 9``: the part of a label that a mask leaves to a row."""
+    terms = [] if mask.lengths is None else [plan.arguments[mask.lengths.argument].name]
+    terms += [rows] if mask.rows is not None else []
+    terms += [str(plan.program.dims[mask.added])] if mask.added else []
+    terms += [f"-{plan.program.dims[mask.taken]}"] if mask.taken else []
+    limit = " + ".join([*terms, *([str(mask.offset)] if mask.offset else [])])
+    return f"{columns} {'>=' if mask.lower else '<'} {limit.replace('+ -', '- ') or 0}"
 
 
 def _tile_line(plan: AttentionPlan) -> str:
@@ -82,10 +110,6 @@ def _reduction(plan: AttentionPlan, side: str, n: int, r: Reduction) -> str:
     return f"{side} statistic{n}: {r.op} of {_text(plan, r.source)}{scale}"
 
 
-def _beside_lines(plan: AttentionPlan) -> list[str]:
-    return [f"{_name(plan, i)}: read in registers while scores are multiplied" for i in plan.beside]
-
-
 def _score_line(plan: AttentionPlan) -> str:
     names = _name(plan, plan.row_load), _name(plan, plan.key_load)
     line = f"score: {names[0]} times {names[1]} over {plan.inner}"
@@ -93,18 +117,8 @@ def _score_line(plan: AttentionPlan) -> str:
         return line
     if not plan.scores.trivial or plan.factor != 1.0:
         line += f", then {_text(plan, plan.scores)} * {plan.factor:g}"
-    line += "".join(f", {_mask(plan, m)}" for m in plan.masks)
+    line += "".join(f", keys {visible(plan, m, plan.keys, m.rows or '')}" for m in plan.masks)
     return f"{line}; weight: exp(score - running maximum)"
-
-
-def _mask(plan: AttentionPlan, mask: Mask) -> str:
-    """``N < lengths + L - 9``: the keys that a row sees."""
-    terms = [] if mask.lengths is None else [_tensor(plan, mask.lengths.argument)]
-    terms += [] if mask.rows is None else [mask.rows]
-    terms += [str(plan.program.dims[mask.added])] if mask.added else []
-    terms += [f"-{plan.program.dims[mask.taken]}"] if mask.taken else []
-    limit = " + ".join([*terms, *([str(mask.offset)] if mask.offset else [])])
-    return f"keys {plan.keys} {'>=' if mask.lower else '<'} {limit.replace('+ -', '- ') or 0}"
 
 
 def _sum_lines(plan: AttentionPlan) -> list[str]:

@@ -17,7 +17,13 @@ from math import prod
 from typing import NamedTuple
 
 from cutesuper.egraph.labelled import LabelledOp, LabelledProgram, Region
-from cutesuper.egraph.products import after_products, check_one_type, labels_of, shown
+from cutesuper.egraph.products import (
+    after_products,
+    check_one_type,
+    is_product,
+    labels_of,
+    shown,
+)
 from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, AxisKind, BlockProgram
@@ -69,8 +75,9 @@ class AttentionForm:
     # ------------------------------------------------------------------------ rules of saturation
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """True except for arithmetic on partial sums (scores minus the maximum of their tile are
-        allowed), and for values that mix labels which only products may bring together."""
+        """True except for arithmetic on partial sums, and for values that mix labels of products.
+        Scores minus the maximum of their tile are allowed; only products may bring these labels
+        together."""
         labels = frozenset[str]().union(*operands)
         if state.pending and self.keys not in labels:
             # a maximum, by which scores may be shifted; no operator of one number takes it
@@ -85,8 +92,8 @@ class AttentionForm:
         return self.inner not in labels or all(self.inner in x for x in operands)
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """True for reductions of Q and K over the inner label, of V over its columns, and of scores
-        over the keys."""
+        """True for the reductions that the loop runs.
+        Of Q and K over the inner label, of V over its columns, and of scores over the keys."""
         rows = not labels.isdisjoint(self.rows)
         if over == self.keys:
             return rows
@@ -266,9 +273,10 @@ def _multiplied(
 
 
 def _meets_scores(program: LabelledProgram, load: LabelledOp, form: AttentionForm) -> bool:
-    """True for a load that is used in front of the second product, not of its result."""
-    second = next(i for i, op in enumerate(program.ops) if _contracts(op, form.keys))
-    return program.dependence.reaches(program.ops.index(load), second)
+    """True for a load that is used in front of a product over the keys, not of its result."""
+    products = (i for i, op in enumerate(program.ops) if _contracts(op, form.keys))
+    own = program.ops.index(load)
+    return any(program.dependence.reaches(own, i) for i in products)
 
 
 def _contracts(op: LabelledOp, over: str) -> bool:
@@ -333,20 +341,27 @@ class _Hoist:
             return args[0] + args[1]
         if op.facets.divides:
             return args[0] + tuple(Factor(f.value, not f.inverse) for f in args[1])
+        if is_product(self.program, op) and (found := self._product(op, args)):
+            return found
+        if op.facets.contracts:
+            op, args = replace(op, kind="sum", inputs=op.inputs[:1]), [args[0] + args[1]]
         if op.over is not None and op.facets.reduces is SUM:
             inside = self._having(op.over, args[0])
             if inside:
                 return (self._reduced(op, inside), *self._lacking(op.over, args[0]))
-        if op.over is not None and op.facets.contracts:
-            return self._product(op, args)
         return (self._plain(op, tuple(self._made(a) for a in args)),)
 
     def _product(self, op: LabelledOp, args: list[Monomial]) -> Monomial:
-        """A product; only a load is left of the operand without rows."""
+        """A product; only a load is left of the operand without rows.
+
+        Nothing if that operand is made of vectors: then it is a sum, as a product with a vector is.
+        """
         assert op.over is not None
         column = self.form.keys if op.over == self.form.inner else self.form.columns
         left, right = sorted(args, key=lambda a: column in self._labels(a))
         loaded = self._having(column, self._having(op.over, right))
+        if not loaded:
+            return ()
         vectors = tuple(f for f in self._having(op.over, right) if f not in loaded)
         operands = self._made(self._having(op.over, left) + vectors), self._made(loaded)
         outside = self._lacking(op.over, left) + self._lacking(op.over, right)
@@ -372,8 +387,8 @@ class _Hoist:
         return tuple(f for f in factors if label not in self.ops[f.value].labels)
 
     def _made(self, factors: Monomial) -> int:
-        """The operation that computes a monomial; numbers meet values of rows, and vectors meet
-        vectors, before either meets a matrix."""
+        """The operation that computes a monomial.
+        Numbers meet values of rows, and vectors meet vectors, before either meets a matrix."""
         groups: list[Factor] = []
         for f in sorted(factors, key=lambda f: self._elements(f.value)):
             labels = self.ops[f.value].labels

@@ -73,8 +73,8 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that a row sees: those before a limit, ``offset + length + position``, or those from
-    it on.
+    """The keys that a row sees: those before a limit, or those from it on.
+    The limit is ``offset + length + position``.
 
     Attributes:
         lengths: the tensor of lengths or limits, None if there is none.
@@ -198,9 +198,9 @@ class AttentionPlan(Plan[AttentionSchedule]):
         return any("table" in op.attributes for op in loads)
 
     def tells_maximum(self, output: Output) -> bool:
-        """True if an output would be another one if the maximum were smaller, and all that is
-        relative to it larger. The quotient of a result and a sum is the same, and so is the
-        maximum plus the logarithm of a sum."""
+        """True if an output changes with a smaller maximum and all that is relative to it larger.
+        The quotient of a result and a sum is the same, and so is the maximum plus the logarithm of
+        a sum."""
         relative = {self.result.final, *(s.final for s in self.row_sums)}
         inverse = {s.inverse for s in self.row_sums}
         found: list[float] = []
@@ -224,8 +224,8 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @cached_property
     def rows(self) -> tuple[str, ...]:
-        """Labels of the rows of a tile, the slowest first: those held whole vary fastest, so that
-        tiles of the other label are whole runs."""
+        """Labels of the rows of a tile, the slowest first.
+        Those held whole vary fastest, so that tiles of the other label are whole runs."""
         tiled = [d for d in self.own_labels if self.tile(d) > 1] or self.own_labels[-1:]
         return tuple(sorted(tiled, key=self._is_whole))
 
@@ -332,8 +332,9 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def least_stages(self) -> int:
-        """Fewest stages with which the ring does not stall: values of the next tile's keys, which
-        need both its operands, are waited for before this tile's stage is released."""
+        """Fewest stages with which the ring does not stall.
+        Values of the next tile's keys, which need both its operands, are waited for before this
+        tile's stage is released."""
         ahead = bool(self.key_values) and self.schedule.overlapped
         return self.schedule.key_groups * (2 if ahead else 1)
 
@@ -346,8 +347,8 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def live_registers(self) -> int:
-        """Registers of a thread for results, scores, weights as an operand, values of keys, and
-        tensors beside scores."""
+        """Registers of a thread for results, scores, weights as an operand, and values of keys.
+        And for tensors beside scores."""
         beside = sum(as_dtype(self.arguments[v.argument].dtype).itemsize
                      for v in self.beside.values()) * self.key_tile // 8  # fmt: skip
         return self.product_registers + len(self.key_values) * self.key_tile // 4 + beside
@@ -360,8 +361,8 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def registers(self) -> tuple[int, int] | None:
-        """Registers per thread of (consumers, producer) if an equal share for all threads would not
-        hold the live values of the loop; None if it does.
+        """Registers per thread of (consumers, producer); None if all threads have an equal share.
+        An equal share does if it holds the live values of the loop.
 
         The compiler gives 288 threads as many registers as 384, 168 each; the producer's warpgroup
         hands most of its own over: 2 x 128 x 240 + 128 x 24, or 2 x 128 x 216 + 128 x 72 where its
@@ -376,14 +377,14 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def helpers(self) -> int:
-        """Warps that compute values of keys: the other three of the producer's warpgroup. When the
-        consumers computed them, the norm of 16x4096 values took 4.5 of 18.4 us."""
+        """Warps that compute values of keys: the other three of the producer's warpgroup.
+        When the consumers computed them, the norm of 16x4096 values took 4.5 of 18.4 us."""
         return 3 if self.key_values else 0
 
     @property
     def threads(self) -> int:
-        """Threads of the consumer warpgroups and the producer warp; a whole warpgroup for the
-        producer if it has helpers or hands over registers."""
+        """Threads of the consumer warpgroups and the producer warp.
+        A whole warpgroup for the producer if it has helpers or hands over registers."""
         alone = self.registers is None and not self.helpers
         return 128 * self.warpgroups + (32 if alone else 128)
 
@@ -414,8 +415,8 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def part_words(self) -> int:
-        """Number of fp32 values that a warpgroup leaves for the one that combines its items with
-        others': owned items of every active thread, then the maximum and sum of both rows of every
+        """Number of fp32 values that a warpgroup leaves for the one that combines its items.
+        Owned items of every active thread, then the maximum and sum of both rows of every
         fourth."""
         return 4 * self.active_threads * self.owned_items + self.active_threads
 

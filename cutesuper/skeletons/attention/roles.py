@@ -1,5 +1,5 @@
-"""Roles of the operations of a block program in the attention loop; see
-`skeletons.attention.plan`."""
+"""Roles of the operations of a block program in the attention loop.
+See `skeletons.attention.plan`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def recognized(step: KernelStep, setting: Setting) -> AttentionPlan:
-    """The roles of a kernel's operations, which do not depend on its extents, as a plan without a
-    schedule. Raises LoweringError for a structure that this skeleton cannot run."""
+    """The roles of a kernel's operations, as a plan without a schedule.
+    They do not depend on its extents. Raises LoweringError for a structure that this skeleton
+    cannot run."""
     roles = AttentionRoles(step, arguments_of(step, setting.tensors))
     plan = roles.plan(AttentionSchedule(2, dependent_launch=setting.dependent_launch))
     check_parts(plan.arguments, roles.where)
@@ -47,8 +48,9 @@ def recognized(step: KernelStep, setting: Setting) -> AttentionPlan:
 
 
 def _with_reciprocals(program: BlockProgram) -> BlockProgram:
-    """The program with a reciprocal for each row or key in place of quotients of scores or results:
-    16.2 -> 8.1 us at 2x256 rows, 4096 keys, with norms of rows and values."""
+    """The program with a reciprocal for each row or key in place of quotients.
+    The quotients are of scores or results: 16.2 -> 8.1 us at 2x256 rows, 4096 keys, with norms of
+    rows and values."""
     ops = program.ops
     late = program.dependence.after(i for i, op in enumerate(ops) if op.facets.contracts)
 
@@ -224,8 +226,9 @@ class AttentionRoles:
     def _without_row_factor(
         self, scores: ThreadExpression, values: dict[int, ThreadExpression]
     ) -> tuple[ThreadExpression, int | None]:
-        """A positive value of the row by which all its scores are multiplied: it multiplies the
-        maximum as well, and is combined with the constant factor in one multiplication.
+        """A positive value of the row by which all its scores are multiplied.
+        It multiplies the maximum as well, and is combined with the constant factor in one
+        multiplication.
 
         before: ``mul(product, rsqrt of the row)``; after: ``product``, the operation of the root.
         """
@@ -365,8 +368,8 @@ class AttentionRoles:
         )
 
     def _reduction(self, i: int, load: int, over: str, found: dict[int, Reduction]) -> bool:
-        """True if an operation reduces a load along a label; the reduction is put into
-        ``found``."""
+        """True if an operation reduces a load along a label.
+        The reduction is put into ``found``."""
         op = self.ops[i]
         how = op.facets.reduces
         if how not in FOLDED or op.attributes["over"] != over:
@@ -405,13 +408,6 @@ def _end(program: BlockProgram, label: str) -> tuple[str | None, int]:
 
 def _check_operands(plan: AttentionPlan, where: str) -> None:
     check_element_type(where, plan.dtype)
-    for a in plan.arguments:
-        last = next((d for d in reversed(a.shape) if d != 1), 1)
-        if isinstance(last, Symbol) and any(d not in (1, last) for d in a.shape):
-            raise LoweringError(
-                f"{where}: {a.name}{list(map(str, a.shape))} is stored along {last}, which is "
-                "symbolic; give it a last dimension that is a number"
-            )
     for i, op in enumerate(plan.program.ops):
         if "table" in op.attributes:
             _check_pages(plan, where, i)
@@ -435,7 +431,7 @@ def _check_operands(plan: AttentionPlan, where: str) -> None:
 
 def _check_output(plan: AttentionPlan, where: str, view: View) -> None:
     arg = plan.arguments[view.argument]
-    if plan.columns in view.labels and view.stride(plan.columns) != 1:
+    if plan.columns in view.labels and not view.contiguous(plan.columns):
         raise LoweringError(
             f"{where}: {arg.name}{list(map(str, arg.shape))} is stored, and not contiguous along "
             f"{plan.columns}; only results with this label, in this order, can be"
@@ -478,7 +474,13 @@ def _check_matrix(plan: AttentionPlan, where: str, view: View, contiguous: tuple
             f"{where}: {shape} has {len(view.labels)} labels, and bulk tensor "
             f"copies {MAX_RANK} dimensions; merge some"
         )
-    if not any(view.stride(d) == 1 for d in contiguous):
+    along = next((d for d in contiguous if view.contiguous(d)), None)
+    if along is not None and plan.grows(along):
+        raise LoweringError(
+            f"{where}: {shape} is stored along {arg.shape[-1]}, which is symbolic; give it a last "
+            "dimension that is a number"
+        )
+    if along is None:
         raise LoweringError(f"{where}: {shape} must be contiguous along {' or '.join(contiguous)}")
     if any(s * plan.element_bytes % PIECE_BYTES for s in view.places):
         raise unaligned(where, arg)

@@ -45,16 +45,17 @@ class AttentionSchedule(Schedule):
     stream_keys: bool = True
 
     def settled(self, old: AttentionSchedule, knob: str) -> AttentionSchedule:
-        """This schedule, adjusted: two blocks share an SM if each has one consumer warpgroup and
-        half the ring; warpgroups along the keys take whole rounds of stages."""
+        """The schedule, adjusted to blocks that share an SM, and to whole rounds of stages.
+        Two blocks share an SM if each has one consumer warpgroup and half the ring; warpgroups
+        along the keys take whole rounds of stages."""
         if knob == "resident" and self.resident == 2:
             return replace(self, key_groups=1, stages=max(1, min(self.stages // 2, 2)))
         return replace(self, stages=self.stages // self.key_groups * self.key_groups)
 
 
 def scheduled(plan: AttentionPlan, target: Target) -> AttentionPlan:
-    """The plan with its default schedule: two warpgroups, along the rows if these are over 64, else
-    along the keys."""
+    """The plan with its default schedule of two warpgroups.
+    They lie along the rows if these are over 64, else along the keys."""
     row_groups = plan.row_blocks
     key_groups = 2 if row_groups == 1 and plan.loop > 1 else 1
     rows, values = plan.block_rows, bool(plan.key_values)
@@ -71,8 +72,8 @@ def scheduled(plan: AttentionPlan, target: Target) -> AttentionPlan:
 
 
 def _sharing(plan: AttentionPlan, target: Target) -> AttentionPlan | None:
-    """The plan with blocks of one consumer warpgroup that share an SM; None if they had better not,
-    or there is no room."""
+    """The plan with blocks of one consumer warpgroup that share an SM.
+    None if they had better not, or there is no room."""
     found = SETTINGS.choose(
         target, "resident", rows=plan.block_rows, depth=plan.depth, cluster=plan.cluster,
         waves=ceil_div(plan.program.blocks(), target.sms),

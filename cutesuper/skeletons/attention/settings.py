@@ -1,5 +1,5 @@
-"""The decisions of attention loops that measurements have made; ``schedules/*/attention.json`` has
-the entries and what was measured."""
+"""The decisions of attention loops that measurements have made.
+``schedules/*/attention.json`` has the entries and what was measured."""
 
 from __future__ import annotations
 

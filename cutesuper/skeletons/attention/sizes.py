@@ -68,8 +68,8 @@ def priced(
     price_of: Callable[[P], Cost],
     pruned: Counter[str],
 ) -> list[Sized]:
-    """The sizes of the plans that exceed no limit, with their prices; others are counted. Raises
-    LoweringError if none is left, and one of the limits is the structure's."""
+    """The sizes of the plans that exceed no limit, with their prices; others are counted.
+    Raises LoweringError if none is left, and one of the limits is the structure's."""
     sized, refused = list[Sized](), list[Limit]()
     for plan in plans:
         limit = limit_of(plan)
@@ -124,8 +124,8 @@ def row_tiles(extents: list[Dim]) -> Iterator[tuple[int, ...]]:
 
 
 def _parts(one: AttentionPlan, target: Target) -> Iterator[int]:
-    """Numbers of parts into which the grid divides the keys of an undivided plan: for every length
-    of the loop the fewest."""
+    """Numbers of parts into which the grid divides the keys of an undivided plan.
+    For every length of the loop the fewest."""
     most = MOST_WAVES * target.sms // max(1, one.row_tiles * one.cluster)
     known = set[int]()
     for parts in range(2, min(most, one.loop) + 1):

@@ -1,5 +1,6 @@
-"""The attention loop: two chained products with running state between them, or several products
-whose functions are summed without any."""
+"""The attention loop: products with running state between them, or with plain sums.
+Two chained products with running state, or several products whose functions are summed without
+any."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ from cutesuper.targets import Target
 
 
 class Attention(Skeleton):
-    """Skeleton of chained products. Only segments between waists are searched: with norms of Q, K
-    and V there are 20 others, 0.3 to 1 s each.
+    """Skeleton of chained products.
+    Only segments between waists are searched: with norms of Q, K and V there are 20 others, 0.3 to
+    1 s each.
 
     It has two plans: `AttentionPlan` for two products, with a running maximum, and `SumsPlan` for
     any number of them without one.
@@ -49,7 +51,6 @@ class Attention(Skeleton):
     plans = (AttentionPlan, SumsPlan)
     schedules = (AttentionSchedule, SumsSchedule)
     between_waists = True
-    inner_symbols = True
 
     def recognize(self, region: Region, program: LabelledProgram, target: Target) -> Form | None:
         """Rules for products of which the last one depends on another."""

@@ -31,8 +31,9 @@ def dtype_of(plan: Any, view: View) -> Any:
 
 
 def named_row(view: Indexed, index: Any) -> tuple[Any, Any]:
-    """Offset in elements of the row that an index names, counted from the end if it is below 0, and
-    true if the table has it; the offset of the first row if it has not."""
+    """Offset in elements of the row that an index names, and true if the table has it.
+    The row is counted from the end if it is below 0; the offset is that of the first row if the
+    table has it not."""
     known = (index >= -view.count) & (index < view.count)
     inside = Int32(select_(known, Int32(index), Int32(0)))
     inside = Int32(select_(inside < 0, inside + view.count, inside))
@@ -65,9 +66,9 @@ class Extents:
         raise AssertionError(f"no argument carries {symbol}")  # the planner made the views
 
     def stride(self, view: View, label: str, tensors: list[cute.Tensor]) -> Any:
-        """The stride of a label: an int; a number of 64 bits where offsets need them, and where an
-        extent behind it is symbolic. That one is computed, since that of a dimension of extent 1
-        may be any number."""
+        """The stride of a label: an int, or a number of 64 bits.
+        The latter where offsets need them, and where an extent behind it is symbolic. That one is
+        computed, since that of a dimension of extent 1 may be any number."""
         known, symbols = view.stride(label), view.growth(label)
         if not symbols:
             return Int64(known) if known > 1 and self._wide(view) else known
@@ -77,10 +78,9 @@ class Extents:
     def place(
         self, view: View, labels: tuple[str, ...], index: Any, tensors: list[cute.Tensor]
     ) -> Any:
-        """Offset in elements of the index-th element along some labels, the last one varying
-        fastest."""
+        """Offset in elements of the index-th element along some labels, the last one fastest."""
         counts = {d: self.of(d, tensors) for d in labels}
-        if self._wide(view):  # a layout with strides of 64 bits does not compile
+        if view.growing or self._wide(view):  # layouts with strides of 64 bits do not compile
             at = unravel(index, counts)
             return sum((at[d] * self.stride(view, d, tensors) for d in labels), Int64(0))
         counts = dict(reversed(counts.items()))  # in a layout, the first one varies fastest
@@ -117,16 +117,17 @@ def unravel(index: Any, counts: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(extent: Any) -> Any:
-    """An extent for a TMA descriptor: a static 1 is replaced, because it would vanish, and the
-    descriptor would then not fit its box."""
+    """An extent for a TMA descriptor.
+    A static 1 is replaced, because it would vanish, and the descriptor would then not fit its
+    box."""
     return Int32(1) if isinstance(extent, int) and extent == 1 else extent
 
 
 def handed_over(
     arguments: tuple[Argument, ...], given: Sequence[Any]
 ) -> tuple[list[cute.Tensor], list[cute.Tensor], Any]:
-    """Tensors, scratch and stream of a launch, which gets them in this order. The tensors are parts
-    of those that are given, where the arguments say so."""
+    """Tensors, scratch and stream of a launch, which gets them in this order.
+    The tensors are parts of those that are given, where the arguments say so."""
 
     def part(argument: Argument, whole: cute.Tensor) -> cute.Tensor:
         if argument.part is None:
@@ -143,8 +144,8 @@ def handed_over(
 
 
 def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
-    """Fake tensors to compile with, of addresses for scattered rows; equal symbols share one
-    run-time extent."""
+    """Fake tensors to compile with, of addresses for scattered rows.
+    Equal symbols share one run-time extent."""
     symbols: dict[str, Any] = {}
 
     def dim(d: Any) -> Any:

@@ -9,8 +9,8 @@ from cutesuper.skeletons.registry import skeleton_of
 
 
 def build(plan: KernelPlan) -> tuple[Any, tuple[Any, ...]]:
-    """The traced kernel and its compile-time arguments: tensors, then scratch memory (the stream
-    comes after them).
+    """The traced kernel and its compile-time arguments: tensors, then scratch memory.
+    The stream comes after them.
 
     Imports CuTe DSL, which reads its environment at that moment.
     """

@@ -12,8 +12,8 @@ class _Library(type):
 
 
 class HostMath(metaclass=_Library):
-    """The functions in plain Python, those of `math` under their names; raise ArithmeticError or
-    ValueError where the device gives inf or NaN."""
+    """The functions in plain Python, those of `math` under their names.
+    Raise ArithmeticError or ValueError where the device gives inf or NaN."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(math, name)

@@ -29,8 +29,8 @@ IN_FLIGHT = 32 * 1024
 
 
 def unaligned(views: Mapping[int, View], piece: int) -> dict[int, View]:
-    """The operands, by operation, that bulk loads cannot address; ``piece``: elements of 16
-    bytes."""
+    """The operands, by operation, that bulk loads cannot address.
+    ``piece``: elements of 16 bytes."""
     return {op: view for op, view in views.items() if step(view) < piece}
 
 

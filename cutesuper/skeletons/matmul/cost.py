@@ -60,8 +60,8 @@ def at_rows(rows: int, target: Target) -> Target:
 def _wave(
     plan: MatmulPlan, target: Target, active: int, moved: float, own: tuple[float, float]
 ) -> dict[str, float]:
-    """Time of ``active`` blocks, by cause, while they share ``moved`` bytes of memory; ``own``: an
-    iteration's time in the helper warps, and in the tensor cores."""
+    """Time of ``active`` blocks, by cause, while they share ``moved`` bytes of memory.
+    ``own``: an iteration's time in the helper warps, and in the tensor cores."""
     r, loop = target.rates, plan.iterations
     on_one = loop * active / max(1, min(target.sms, active))  # iterations of blocks on one SM
     # blocks that load the row tile together read a part of it each

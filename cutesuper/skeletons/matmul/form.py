@@ -47,8 +47,8 @@ MAX_REDUCED = 8 * 256
 
 @dataclass(frozen=True)
 class MatmulForm:
-    """``[batch..., row, contracted] @ [batch..., contracted, column]`` and the operations around
-    it.
+    """The form of products and the operations around them.
+    ``[batch..., row, contracted] @ [batch..., contracted, column]``.
 
     Attributes:
         row: label of the rows; statistics and prologues belong to this side.
@@ -135,10 +135,11 @@ class MatmulForm:
         return all(name.endswith(AxisKind.CLUSTER) for name in state.pending)
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """True for statistics of rows, complete products along the columns, and sums of a column
-        operand over the contracted label, which are products with a vector of ones. A column
-        operand has no other reduction: ``sum_N(X W)`` is not ``X sum_N(W)`` here, which has no
-        product to accumulate."""
+        """True for the reductions that the loop runs.
+        Statistics of rows, complete products along the columns, and sums of a column operand over
+        the contracted label, which are products with a vector of ones. A column operand has no
+        other reduction: ``sum_N(X W)`` is not ``X sum_N(W)`` here, which has no product to
+        accumulate."""
         if not labels.isdisjoint(self.hidden):
             return False
         if over == self.contracted:
@@ -148,8 +149,9 @@ class MatmulForm:
         return self.reduced and over == self.column and complete
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
-        """True if rows or vectors come first, the column operand is a plain load, and the row
-        operand is not a partial sum."""
+        """True if operands are as the loop takes them.
+        Rows or vectors come first, the column operand is a plain load, and the row operand is not a
+        partial sum."""
         if not b.loaded or self.row in b.labels or not self.columns.isdisjoint(a.labels):
             return False
         vector = self.vectors and a.labels == frozenset((self.contracted,))
@@ -163,8 +165,8 @@ class MatmulForm:
         )
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Reason why no size of a program is worth a price, though each obeys the rules; None if
-        there is none. What the loop cannot run, `matmul.roles` refuses."""
+        """Reason why no size of a program is worth a price, though each obeys the rules.
+        None if there is none. What the loop cannot run, `matmul.roles` refuses."""
         if any(op.kind == CLUSTER_REDUCE and set(self.hidden) & set(op.dims) for op in program.ops):
             return "a cluster's exchange between two products"
         cluster = program.of_kind(AxisKind.CLUSTER)
@@ -235,8 +237,9 @@ def _has_copies(program: LabelledProgram, form: MatmulForm) -> bool:
 
 
 def _has_few_tiles(program: LabelledProgram, form: MatmulForm, target: Target) -> bool:
-    """True if products of many rows, with nothing else, have so few tiles of 128x128 that half of
-    the target is idle, and so long ones that blocks which meet in device memory pay."""
+    """True if products of many rows have few tiles, and such long ones that splitting K pays.
+    With nothing else to compute; tiles of 128x128 leave half of the target idle, and blocks meet in
+    device memory."""
     dims = program.dims
     outer = [dims[d] for d in (form.row, *form.batch)]
     statistics = any(op.over == form.contracted and not op.facets.contracts for op in program.ops)
@@ -279,8 +282,8 @@ def _has_vectors(program: LabelledProgram, contracted: str, free: set[str]) -> b
 def _rows_and_columns(
     program: LabelledProgram, product: LabelledOp, hidden: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...]]:
-    """The last two labels of the outputs, which may have different columns; those of a product, if
-    only rows are stored."""
+    """The last two labels of the outputs, which may have different columns.
+    Those of a product, if only rows are stored."""
     a, b = (program.ops[i].labels for i in product.inputs)
     ends = {tuple(labels_of(m)[-2:]) for _, m in program.outputs}
     whole = {e for e in ends if len(e) == 2 and not set(e) <= a and not set(e) <= b}
@@ -297,8 +300,9 @@ def _rows_and_columns(
 def _longest_rows(
     program: LabelledProgram, products: list[LabelledOp], row: str, column: str
 ) -> str:
-    """The longest label of rows: of several that all column operands lack, as in
-    ``X[32, 4, K] @ W[K, N]``, each of the others reads W again."""
+    """The longest label of rows.
+    Of several that all column operands lack, as in ``X[32, 4, K] @ W[K, N]``, each of the others
+    reads W again."""
 
     def lacking(op: LabelledOp) -> set[str]:
         a, b = (program.ops[i].labels for i in op.inputs)
@@ -314,8 +318,8 @@ def _longest_rows(
 def _check_after(
     program: LabelledProgram, after: set[int], hidden: tuple[str, ...], column: str
 ) -> bool:
-    """Check what follows the products: one more product, or reductions along the columns (then
-    True).
+    """Check what follows the products: one more product, or reductions (then True).
+    The reductions are along the columns.
 
     Raises:
         SearchError: another value is reduced, or a stored value depends on no product.

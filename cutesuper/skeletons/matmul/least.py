@@ -86,7 +86,8 @@ def least_us(program: LabelledProgram, form: MatmulForm, target: Target, memory_
 
 
 def work_of(program: LabelledProgram, form: MatmulForm) -> Work:
-    """Rows are rewritten where a product takes functions or products of them, or columns that are
+    """The least work of a program with its rows: they are rewritten, read, or neither.
+    Rows are rewritten where a product takes functions or products of them, or columns that are
     scaled; they are read where they have statistics. All else may be moved behind the product."""
     rows = {form.row, form.contracted}
     chain = set[int]()
@@ -159,8 +160,8 @@ def _size(sized: BlockProgram, form: MatmulForm, work: Work, target: Target) -> 
 
 
 def _tile(sized: BlockProgram, form: MatmulForm) -> tuple[int, int, int]:
-    """Rows, columns and depth of a tile; no columns where the loop may compute nothing but what
-    lies between two products."""
+    """Rows, columns and depth of a tile.
+    No columns where the loop may compute nothing but what lies between two products."""
     m, n, k = (sized.tile[d] for d in (form.row, form.column, form.contracted))
     return m, 0 if form.hidden else n, k
 

@@ -187,9 +187,10 @@ T = TypeVar("T")
 
 
 class structural(cached_property[T]):
-    """A cached property of a plan that follows from its structure: operations, labels, extents of
-    dimensions and tensors. `MatmulPlan.resized` keeps it. A search plans a structure at hundreds of
-    extents, and half of that time went into finding such properties again."""
+    """A cached property of a plan that follows from its structure.
+    The structure is operations, labels, extents of dimensions and tensors. `MatmulPlan.resized`
+    keeps the property. A search plans a structure at hundreds of extents, and half of that time
+    went into finding such properties again."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,8 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Shift:
-    """A value ``[row, contracted]`` from which a number of its row is subtracted: see
-    `skeletons.matmul.shift`.
+    """A value ``[row, contracted]`` from which a number of its row is subtracted.
+    See `skeletons.matmul.shift`.
 
     Attributes:
         value: the operation whose users see the difference.
@@ -276,25 +277,25 @@ class MatmulPlan(Plan[MatmulSchedule]):
     beside: tuple[MatmulPlan, ...] = ()
 
     def scheduled(self, schedule: MatmulSchedule) -> MatmulPlan:
-        """This plan with another schedule; cached properties depend on none, and stay."""
+        """The plan with another schedule; cached properties depend on none, and stay."""
         beside = tuple(p.scheduled(schedule) for p in self.beside)
         return _made(vars(self), schedule=schedule, beside=beside)
 
     def resized(self, program: BlockProgram) -> MatmulPlan:
-        """This plan of the same structure at other extents; structural properties stay."""
+        """The plan of the same structure at other extents; structural properties stay."""
         stays = {name: value for name, value in vars(self).items() if name in _STAYS}
         beside = tuple(p.resized(program) for p in self.beside)
         return _made(stays, program=program, beside=beside)
 
     @structural
     def turned(self) -> bool:
-        """True if the rows lie side by side in memory, X stored (K, M), and not one behind the
-        other."""
+        """True if the rows lie side by side in memory, X stored (K, M).
+        Else they lie one behind the other."""
         return next(iter(self.rows.values())).stride(self.row) == 1
 
     @property
     def sections(self) -> tuple[MatmulPlan, ...]:
-        """This plan, and those of other columns."""
+        """The plan itself, and those of other columns."""
         return (self, *self.beside)
 
     @property
@@ -353,14 +354,15 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @structural
     def gathers(self) -> bool:
-        """True if consumers bring the column operands to registers: TF32 products take nothing from
-        shared memory that is not contiguous along the contracted label, and no fp32 numbers."""
+        """True if consumers bring the column operands to registers.
+        TF32 products take nothing from shared memory that is not contiguous along the contracted
+        label, and no fp32 numbers."""
         return self.element_bytes == 4 and (self.split or self.column_major)
 
     @property
     def doubles(self) -> bool:
-        """True if an instruction may take two blocks of columns at once, where there is one that
-        does: bulk loads of weights (N, K) lay 16 columns of one and 16 of the other in turn."""
+        """True if an instruction may take two blocks of columns at once, where there is one.
+        Bulk loads of weights (N, K) lay 16 columns of one and 16 of the other in turn."""
         more = self.tails or self.vector_products or self.copied or self.gathers
         views = [v for p in self.sections for v in p.columns.values()]
         extents = [p.program.dims[p.column] for p in self.sections]
@@ -377,9 +379,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """See `Plan.in_place`: what the epilogue adds, as a sum so far, if no other output needs it
-        that may be stored later. Not where the last piece of a tile begins within the one before,
-        and would be read after that was written."""
+        """The accumulated sum that the epilogue adds, as in `Plan.in_place`.
+        Only if no other output needs it that may be stored later. Not where the last piece of a
+        tile begins within the one before, and would be read after that was written."""
         if self.beside or (self.tile[0] > STORE_ROWS and self.tile[0] % STORE_ROWS):
             return ()
         loads = [v for side in (self.rows, self.vectors, self.columns, self.loads)
@@ -407,8 +409,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @cached_property
     def parts(self) -> int:
-        """Blocks of the grid that share one output tile, each with a part of the contracted label:
-        they meet in device memory."""
+        """Blocks of the grid that share one output tile, each with a part of the contracted label.
+        They meet in device memory."""
         return self.program.parts_along(self.contracted, AxisKind.GRID)
 
     @property
@@ -520,8 +522,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def multiplied(self) -> int:
-        """32-bit numbers of a block that products read and write, with what threads gather of a
-        chunk."""
+        """32-bit numbers of a block that products read and write, or threads gather of a chunk."""
         words = COLUMN_BLOCK * self.chunk * self.blocks_n * len(self.products) * (1 + self.split)
         sums = self.accumulators - self.added + self.vector_accumulators
         return sums + words * self.gathers
@@ -572,8 +573,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def registers(self) -> tuple[int, int, int] | None:
-        """Registers per thread of (consumers, helpers, producer) if an equal share for all threads
-        would not hold the accumulators; None if it does."""
+        """Registers per thread of (consumers, helpers, producer); None for an equal share.
+        An equal share does if it holds the accumulators."""
         if self.thread_accumulators <= EQUAL_SHARE:
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or of the 384 x 168
@@ -587,8 +588,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def instruction_rows(self) -> int:
-        """Rows of one instruction: 512 threads start with 128 registers each, and one of 256 rows
-        needs 154; the compiler refuses it even if registers are handed over later."""
+        """Rows of one instruction.
+        512 threads start with 128 registers each, and one of 256 rows needs 154; the compiler
+        refuses it even if registers are handed over later."""
         m = self.tile[0]
         return m if m <= 128 or self.threads <= 384 else m // 2
 
@@ -599,9 +601,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def threads(self) -> int:
-        """Threads of consumer warpgroups, helper warps and copiers if there are any, and the
-        producer warp (padded to a warpgroup if registers are handed over, which only whole
-        warpgroups can do)."""
+        """Threads of consumer warpgroups, helper warps, copiers if any, and the producer warp.
+        The producer is padded to a warpgroup if registers are handed over, which only whole
+        warpgroups can do."""
         others = 32 * (self.helpers + 1 + self.copiers)
         if self.registers is not None:
             others = 128 * ceil_div(others, 128)
@@ -671,8 +673,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes that one stage of the ring takes, with the tiles that helper warps add: that of
-        vectors, and of the rows' low parts."""
+        """Bytes that one stage of the ring takes, with the tiles that helper warps add.
+        Those of vectors, and of the rows' low parts."""
         m, _, k = self.tile
         rows = MAX_VECTORS * bool(self.vector_rows) + m * self.split
         return self.stage_bytes + self.element_bytes * k * rows
@@ -697,21 +699,21 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @cached_property
     def exchange_in_ring(self) -> bool:
-        """True if partial sums arrive in the ring, once all blocks of the cluster have read it. Few
-        rows leave room for both: 64x128 fp32 are 32 KB."""
+        """True if partial sums arrive in the ring, once all blocks of the cluster have read it.
+        Few rows leave room for both: 64x128 fp32 are 32 KB."""
         alone = not (self.tails or self.vector_rows)
         return self.cluster > 1 and alone and self.many_rows
 
     def reduction_bytes(self, schedule: MatmulSchedule) -> int:
-        """Bytes for joining the reductions along the columns: a slot for each consumer warp, and
-        one for each block of the cluster."""
+        """Bytes for joining the reductions along the columns.
+        A slot for each consumer warp, and one for each block of the cluster."""
         slots = 4 * schedule.warpgroups + self.column_cluster
         return 4 * self.tile[0] * slots * len(self.reductions)
 
     @property
     def pieced(self) -> tuple[int, ...]:
-        """Loads of the epilogue, such as residuals, that bulk loads bring in the same pieces as
-        the output leaves in, to the same buffers."""
+        """Loads of the epilogue, such as residuals, that come as bulk loads.
+        In the same pieces as the output leaves in, to the same buffers."""
         return self.pieces if self.can_bulk_store else ()
 
     @structural
@@ -733,8 +735,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return piece * buffers * schedule.bulk_store
 
     def fixed_bytes(self, schedule: MatmulSchedule) -> int:
-        """Shared memory of a block beside the ring, in bytes, with room for barriers, statistics
-        and alignment; with a schedule whose stages need not be known."""
+        """Shared memory of a block beside the ring, in bytes.
+        With room for barriers, statistics and alignment, and with a schedule whose stages need not
+        be known."""
         m = self.tile[0]
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
         alignment = 3072 + 1024 * bool(self.vector_rows)
@@ -752,9 +755,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def group(self) -> int:
-        """Row tiles of a group that blocks walk over together: those that need the fewest rows and
-        columns at a time, among the divisors of the number of clusters, with which a cluster stays
-        in its row tile."""
+        """Row tiles of a group that blocks walk over together.
+        Those that need the fewest rows and columns at a time, among the divisors of the number of
+        clusters, with which a cluster stays in its row tile."""
         m, n, _ = self.tile
         share = self.schedule.share_rows
         clusters = max(1, self.schedule.persistent // share)
@@ -769,8 +772,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @structural
     def store_piece(self) -> int:
-        """Elements in which rows of all outputs with columns can be stored: 1, 2, 4 or 8 of 16
-        bits; 0 if columns are no neighbours in memory or elements are wider."""
+        """Elements in which rows of all outputs with columns can be stored: 1, 2, 4 or 8.
+        They have 16 bits; 0 if columns are no neighbours in memory or elements are wider."""
         views = [o.view for o in self.outputs if self.column in o.view.labels]
         contiguous = all(v.stride(self.column) == 1 for v in views)
         narrow = all(self.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
@@ -892,7 +895,20 @@ def _bad_parts(plan: MatmulPlan) -> str:
 def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
     """The limit that a plan exceeds with its schedule; None if there is none."""
     s = plan.schedule
-    if plan.registers is not None and s.warpgroups != 2:
+    waits = plan.cluster_size * s.share_rows > 1 or plan.parts > 1
+    # blocks whose products are joint take all the room, and so the same places
+    held = max(plan.multiplied, s.joint * (target.accumulators or 0))
+    return (
+        _exceeded_registers(plan)
+        or exceeded_accumulators(plan, held, waits, target)
+        or _exceeded_sharing(plan, target)
+        or _exceeded_device(plan, target)
+    )
+
+
+def _exceeded_registers(plan: MatmulPlan) -> Limit | None:
+    """The limit of registers that the accumulators of a thread exceed."""
+    if plan.registers is not None and plan.schedule.warpgroups != 2:
         return Limit(
             "accumulators exceed the registers",
             f"{plan.tile[0]}x{plan.tile[1]} accumulators need two consumer warpgroups, which share "
@@ -906,12 +922,12 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{each} accumulators of a thread, which has {plan.registers[0]} registers beside "
             f"{plan.helpers} helper warps; use a smaller tile",
         )
-    waits = plan.cluster_size * s.share_rows > 1 or plan.parts > 1
-    # blocks whose products are joint take all the room, and so the same places
-    held = max(plan.multiplied, s.joint * (target.accumulators or 0))
-    if limit := exceeded_accumulators(plan, held, waits, target):
-        return limit
-    unit = ROW_BOX if plan.turned else ROW_UNIT
+    return None
+
+
+def _exceeded_sharing(plan: MatmulPlan, target: Target) -> Limit | None:
+    """The limit that instructions, blocks or warpgroups exceed which share tiles."""
+    s, unit = plan.schedule, ROW_BOX if plan.turned else ROW_UNIT
     if plan.instruction_rows % unit:
         return Limit(
             "tiles that the tensor cores do not take",
@@ -938,13 +954,19 @@ def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{odd[0]} block(s) of 64 columns cannot be shared out over {s.warpgroups} consumer "
             "warpgroups",
         )
-    short = plan.exchange_in_ring and s.stages * plan.stage_bytes < plan.exchange_bytes
+    return None
+
+
+def _exceeded_device(plan: MatmulPlan, target: Target) -> Limit | None:
+    """The limit of multiprocessors, or of the shared memory of one, that a plan exceeds."""
+    s = plan.schedule
     if plan.parts > 1 and plan.parts * plan.tiles > target.sms:
         return Limit(
             "blocks that wait for each other exceed the multiprocessors",
             f"{plan.parts} parts of {plan.contracted} in each of {plan.tiles} tiles wait for each "
             f"other, and {target.sms} blocks run at once; use fewer parts",
         )
+    short = plan.exchange_in_ring and s.stages * plan.stage_bytes < plan.exchange_bytes
     if plan.shared_bytes > target.shared_bytes or s.stages < 2 or short:
         return Limit(
             "stages exceed the shared memory",

@@ -112,7 +112,6 @@ class Roles:
         return plan
 
     def _plan(self, schedule: MatmulSchedule) -> MatmulPlan:
-        ops = self.program.ops
         row_operand = self._row_operand()
         finals = {i: self._complete(i) for i in self.products}
         columns = {self._column_operand(i): i for i in self.products}
@@ -125,15 +124,7 @@ class Roles:
         shift = self._shift()
         sources = [s.source for s in statistics] + [row_operand]
         sources += [v for v in vector_rows if v is not None] + ([shift.source] if shift else [])
-        row_loads = sorted({i for e in sources for i in e.leaves if self._is_load(i)})
-        matrices = [i for i in row_loads if {self.row, self.contracted} <= set(ops[i].dims)]
-        vectors = [i for i in row_loads if ops[i].dims == (self.contracted,)]
-        odd = set(row_loads) - set(matrices) - set(vectors)
-        if odd or not matrices:
-            raise LoweringError(
-                f"{self.where}: operation {min(odd, default=min(self.products + self.inner))} is "
-                f"no operand that can be staged with labels {self.row}, {self.contracted}"
-            )
+        matrices, vectors = self._staged(sources)
         accumulators = {*finals.values(), *(t.final for t in tails)}
         accumulators |= {p.value for p in vector_products}
         ends = self._ends(accumulators, statistics, tails, reductions)
@@ -162,6 +153,21 @@ class Roles:
             vector_products=vector_products,
             shift=shift,
         )
+
+    def _staged(self, sources: list[ThreadExpression]) -> tuple[list[int], list[int]]:
+        """The loads that expressions of rows read: matrices, and vectors along the rows.
+        Raises LoweringError for any other."""
+        ops = self.program.ops
+        loads = sorted({i for e in sources for i in e.leaves if self._is_load(i)})
+        matrices = [i for i in loads if {self.row, self.contracted} <= set(ops[i].dims)]
+        vectors = [i for i in loads if ops[i].dims == (self.contracted,)]
+        odd = set(loads) - set(matrices) - set(vectors)
+        if odd or not matrices:
+            raise LoweringError(
+                f"{self.where}: operation {min(odd, default=min(self.products + self.inner))} is "
+                f"no operand that can be staged with labels {self.row}, {self.contracted}"
+            )
+        return matrices, vectors
 
     # ---------------------------------------------------------------------------- orientation
 
@@ -496,8 +502,8 @@ class Roles:
         fused: Callable[[ThreadExpression, str], ThreadExpression],
         products: set[int],
     ) -> Output:
-        """An output of the kernel. Raises LoweringError if no product is in it, or only one that
-        others follow."""
+        """An output of the kernel.
+        Raises LoweringError if no product is in it, or only one that others follow."""
         what = f"store of {op.attributes['tensor']}"
         if between := self.hidden & set(op.dims):
             raise LoweringError(
@@ -513,8 +519,8 @@ class Roles:
 def plan_of(
     step: KernelStep, arguments: tuple[Argument, ...], schedule: MatmulSchedule
 ) -> tuple[MatmulPlan, bool]:
-    """The plan of a kernel, with those of further columns beside it, and True if other tiles would
-    not change its roles. Raises LoweringError."""
+    """The plan of a kernel with those of further columns, and True for roles of all tiles.
+    It is True if other tiles would not change the roles. Raises LoweringError."""
     columns = step.program.alternatives
     parts = [
         Roles(step, arguments, tuple(d for d in columns if d != own)) for own in columns or ("",)
@@ -530,8 +536,8 @@ def plan_of(
 
 
 def check_beside(plans: list[MatmulPlan], where: str) -> None:
-    """Check that tiles of several columns have one shape and read the same rows. Raises
-    LoweringError."""
+    """Check that tiles of several columns have one shape and read the same rows.
+    Raises LoweringError."""
     first = plans[0]
     for p in plans[1:]:
         if p.tile != first.tile or p.batch != first.batch or _loop(p) != _loop(first):

@@ -82,7 +82,7 @@ class MatmulSchedule(Schedule):
     pieces: int = 2
 
     def settled(self, old: MatmulSchedule, knob: str) -> MatmulSchedule:
-        """This schedule, adjusted: the producer fills no more stages ahead than there are."""
+        """The schedule, adjusted: the producer fills no more stages ahead than there are."""
         return replace(self, head=min(self.head, self.stages)) if knob == "stages" else self
 
     def mistake(self, default: Any) -> str:

@@ -1,5 +1,5 @@
-"""The decisions of matmul loops that measurements have made; ``schedules/*/matmul.json`` has the
-entries and what was measured."""
+"""The decisions of matmul loops that measurements have made.
+``schedules/*/matmul.json`` has the entries and what was measured."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def find_shift(program: BlockProgram, row: str, column: str, contracted: str) ->
 def _effect(
     program: BlockProgram, value: int, contracted: str, products: bool
 ) -> tuple[int | None, str | None]:
-    """The first difference in which a shift of ``value`` cancels, and a stored tensor in which it
-    does not.
+    """The first difference in which a shift of ``value`` cancels.
+    And a stored tensor in which it does not.
 
     A quotient may lose a factor of the row as well (``y / mean_N(y)`` with y = X W / mean_K(X^2)),
     but that costs no digits.
@@ -130,8 +130,8 @@ def _values(
     contracted: str = "",
     multiplied: list[FieldValue] | None = None,
 ) -> list[FieldValue]:
-    """Every operation's value, for all tiles of a label at once; ``shifted`` is reduced by a value
-    per row.
+    """Every operation's value, for all tiles of a label at once.
+    ``shifted`` is reduced by a value per row.
 
     Products take their operands from ``multiplied``, if it is given.
     """

@@ -125,8 +125,8 @@ def programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Itera
 def _grid_parts(
     structure: BlockProgram, form: MatmulForm, tile: dict[str, int], target: Target
 ) -> tuple[int, ...]:
-    """Numbers of parts into which the grid may divide the contracted label: as many as there are
-    multiprocessors for, of equal length."""
+    """Numbers of parts into which the grid may divide the contracted label.
+    As many as there are multiprocessors for, of equal length."""
     dims = structure.dims
     outer = (form.row, form.column, *form.batch)
     tiles = prod(ceil_div(extent(dims[d]), tile[d]) for d in outer)
@@ -162,9 +162,9 @@ def _matmul_tiles(
 
 
 def _shared_out(dim: Dim, inner: int, cluster: int) -> bool:
-    """True if a cluster shares out a label in tiles of ``inner`` evenly or, where no tile divides
-    the label or it is symbolic, nearly so: 65 tiles of K=4097 have no divisor that a cluster could
-    have."""
+    """True if a cluster shares out a label in tiles of ``inner`` evenly, or nearly so.
+    Nearly, where no tile divides the label or it is symbolic: 65 tiles of K=4097 have no divisor
+    that a cluster could have."""
     tiles, uneven = ceil_div(extent(dim), inner), isinstance(dim, Symbol) or dim % CHUNK > 0
     return tiles % cluster == 0 or (uneven and tiles >= 8 * cluster)
 
@@ -203,8 +203,8 @@ def _up_to_covering(tiles: Sequence[int], rows: int) -> tuple[int, ...]:
 
 
 def _even_tiles(rows: int, least: int, most: int) -> tuple[int, ...]:
-    """Row tiles between ``least`` and ``most``: for each number of them the smallest that cover the
-    rows; none without limits.
+    """Row tiles between ``least`` and ``most``: for each number of them the smallest.
+    They cover the rows; none without limits.
 
     >>> _even_tiles(300, 64, 256)
     (64, 80, 104, 152)

@@ -20,6 +20,7 @@ from cutesuper.skeletons.cost import Setting, Sized, additive_price
 from cutesuper.skeletons.form import (
     Form,
     check_parts,
+    check_symbols,
     check_taken,
     needs_positions,
     single_reduction,
@@ -61,7 +62,9 @@ class Matmul(Skeleton):
             raise SearchError(f"{labels[0]} reads labels, which kernels with products do not")
         reason = needs_positions(region)
         if reason is None:
-            return matmul_form(region, program, products, target)
+            form = matmul_form(region, program, products, target)
+            check_symbols(program)
+            return form
         if are_chained(program):
             return None
         raise SearchError(reason)

@@ -1,5 +1,5 @@
-"""Cost model of row kernels, in microseconds, from their plans; `targets` has the constants and
-their origin."""
+"""Cost model of row kernels, in microseconds, from their plans.
+`targets` has the constants and their origin."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def _visited(plan: RowLoopPlan, target: Target) -> Cost:
 
 
 def _clustered(plan: RowLoopPlan, target: Target) -> Cost:
-    """Cost of rows split over clusters: waves of blocks that load, exchange and store; loads and
-    stores overlap with the waiting. An SM has blocks with one tile each, else two tiles, of two
-    blocks or of two stages. In bf16, predicted (measured): LayerNorm forward 16384x65536 1169
-    (1104), RMSNorm 1017 (1091), softmax 1348 (1013), its gradient 1518 (1462)."""
+    """Cost of rows split over clusters: waves of blocks that load, exchange and store.
+    Loads and stores overlap with the waiting. An SM has blocks with one tile each, else two tiles,
+    of two blocks or of two stages. In bf16, predicted (measured): LayerNorm forward 16384x65536
+    1169 (1104), RMSNorm 1017 (1091), softmax 1348 (1013), its gradient 1518 (1462)."""
     rates, moved, blocks = target.rates, plan.moved_bytes, plan.program.blocks()
     clusters = target.clusters[plan.cluster]
     at_once = (plan.schedule.resident if plan.one_tile else 2) * plan.cluster * clusters
@@ -130,8 +130,8 @@ def _reductions(plan: RowPlan | RowLoopPlan) -> int:
 
 
 def _arithmetic(plan: RowPlan | RowLoopPlan, target: Target, again: bool = False) -> float:
-    """Number of instructions for all elements; ``again``: values that do not depend on the row are
-    computed again for each."""
+    """Number of instructions for all elements.
+    ``again``: values that do not depend on the row are computed again for each."""
     program, count = plan.program, 0.0
     ops, rows = program.ops, program.dims.keys() - {plan.column}
     if isinstance(plan, RowPlan):

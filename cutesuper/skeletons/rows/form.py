@@ -14,6 +14,7 @@ before: RMSNorm's backward pass as two kernels, which read x and dy twice; after
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cutesuper.egraph.labelled import LabelledProgram, Region
@@ -24,7 +25,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, STORE, AxisKind, BlockProgram
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import Symbol, extent
-from cutesuper.skeletons.form import ALIGN, FOLDED, check_index
+from cutesuper.skeletons.form import ALIGN, FOLDED, check_index, check_symbols
 from cutesuper.skeletons.rows.roles import row_label
 from cutesuper.skeletons.rows.schedule import LARGE, MAX_ROW
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit
@@ -121,8 +122,8 @@ class PersistentForm:
         return not state.pending
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """True for reductions first along the row, then over the labels of the rows in their order;
-        values summed over the rows are not reduced again."""
+        """True for reductions first along the row, then over the labels of the rows in their order.
+        Values summed over the rows are not reduced again."""
         if state.closed:
             return False
         if over == self.row:
@@ -138,8 +139,9 @@ class PersistentForm:
         return False
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Refuse axes that divide nothing, outputs that every block would store, and values that
-        only the block that finishes a sum could compute."""
+        """Refuse axes and outputs that a row loop has no use for.
+        Axes that divide nothing, outputs that every block would store, and values that only the
+        block that finishes a sum could compute."""
         kinds = {op.kind for op in program.ops}
         if GRID_REDUCE not in kinds:
             return "rows visited in turn, and no sum over them"
@@ -159,8 +161,9 @@ class PersistentForm:
 
 
 def row_form(region: Region, program: LabelledProgram, target: Target) -> RowForm | PersistentForm:
-    """The form of a region without products. Sums over many rows, over a symbolic number of rows,
-    or of values that take positions along the rows are left to blocks that visit them."""
+    """The form of a region without products.
+    Sums over many rows, over a symbolic number of rows, or of values that take positions along the
+    rows are left to blocks that visit them."""
     reduced = program.reduced
     counted = {op.attributes["columns"] for op in program.ops if "columns" in op.attributes}
     moved = {op.attributes["along"]: None for op in program.ops if op.facets.turns}
@@ -175,17 +178,7 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
         except SearchError:
             if must:
                 raise
-    stored = [labels_of(m) for _, m in program.outputs]
-    loaded = [labels_of(op.attributes["map"]) for op in program.of_kind("load")]
-    row = row_label(program.dims, reduced or [*moved], stored, loaded)
-    if row is None:
-        raise SearchError("all tensors have one element; no kernel is made for that")
-    if isinstance(program.dims[row], Symbol):
-        raise SearchError(
-            f"rows run along {row}, which has the symbolic extent {program.dims[row]}; of a tensor "
-            "that is read only its first dimension may be symbolic, and another one must be longer "
-            "than 1"
-        )
+    row = _row(program, reduced or [*moved])
     if not {*counted, *moved} <= {row}:
         places = shown(sorted({*counted, *moved}))
         raise SearchError(f"positions along {places}, and rows run along {row}")
@@ -207,8 +200,25 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     if clustered:
         check_cluster_row(program, row)
     through = bool(region.taken or region.put or moved)
+    if through or clustered:
+        check_symbols(program)
     better = bool(reduced) and not through and _better_in_a_cluster(program, row, target)
     return RowForm(row, bool(reduced or moved), clustered or better)
+
+
+def _row(program: LabelledProgram, reduced: Sequence[str]) -> str:
+    """The label that runs along the rows. Raises SearchError if there is none of known extent."""
+    stored = [labels_of(m) for _, m in program.outputs]
+    loaded = [labels_of(op.attributes["map"]) for op in program.of_kind("load")]
+    row = row_label(program.dims, reduced, stored, loaded)
+    if row is None:
+        raise SearchError("all tensors have one element; no kernel is made for that")
+    if isinstance(program.dims[row], Symbol):
+        raise SearchError(
+            f"rows run along {row}, which has the symbolic extent {program.dims[row]}; another "
+            "dimension must be a number above 1"
+        )
+    return row
 
 
 def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:
@@ -218,8 +228,7 @@ def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:
 
 
 def _better_in_a_cluster(program: LabelledProgram, row: str, target: Target) -> bool:
-    """True if several blocks on an SM with parts of rows are better than one block with a whole
-    row, as measured."""
+    """True if several blocks on an SM with parts of rows beat one with a whole row, as measured."""
     whole = extent(program.dims[row])
     vectors = any(op.labels == frozenset({row}) for op in program.of_kind("load"))
     written = any(row in labels_of(m) for _, m in program.outputs)
@@ -231,6 +240,7 @@ def _better_in_a_cluster(program: LabelledProgram, row: str, target: Target) -> 
         return False
     try:
         check_cluster_row(program, row)
+        check_symbols(program)
     except SearchError:
         return False
     return True
@@ -271,6 +281,7 @@ def persistent_form(region: Region, program: LabelledProgram, target: Target) ->
     clustered = reduced and held > stage_limit(target)
     if clustered:
         check_cluster_row(program, row)
+    check_symbols(program)
     return PersistentForm(row, visited, tuple(summed), others, reduced, clustered)
 
 
@@ -315,8 +326,8 @@ def _check_orders(program: LabelledProgram, row: str) -> None:
 
 
 def _visited_first(program: LabelledProgram, summed: list[str]) -> list[str]:
-    """The labels that are summed, the visited one first: of those that every sum over rows takes,
-    the symbolic or longest one. Raises SearchError."""
+    """The labels that are summed, the visited one first.
+    Of those that every sum over rows takes, the symbolic or longest one. Raises SearchError."""
     before = reduced_before(program)
     again = {d for i, m in program.outputs for d in labels_of(m) if d in before[i] & set(summed)}
     if again:
@@ -335,8 +346,8 @@ def _visited_first(program: LabelledProgram, summed: list[str]) -> list[str]:
 def _check_reductions(
     program: LabelledProgram, row: str, summed: list[str], rows: set[str]
 ) -> None:
-    """Check that reduced values have all labels of the rows, except those they were summed over
-    before, and that nothing is reduced along the row after that. Raises SearchError."""
+    """Check that reduced values have all labels of the rows that are not summed before.
+    Nothing is reduced along the row after that. Raises SearchError."""
     reduced = reduced_before(program)
     for op in program.ops:
         if op.over is None:

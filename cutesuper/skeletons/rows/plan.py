@@ -93,8 +93,8 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def scan_words(self) -> int:
-        """Numbers of a sum up to an element, between threads: with what rounding left, if results
-        are fp32."""
+        """Numbers of a sum up to an element, between threads.
+        With what rounding left, if results are fp32."""
         return 1 + any(a.written and a.dtype == "float32" for a in self.arguments)
 
     @property
@@ -134,9 +134,10 @@ class RowPlan(Plan[RowSchedule]):
 
     @cached_property
     def sections(self) -> tuple[RowPlan, ...]:
-        """The plan of each alternative of the grid, for its own rows (`BlockProgram.alternatives`):
-        a block has rows of one of them; those of the column have it along them, others a value
-        each. The plan itself if it stores values of one alternative, or if there are none."""
+        """The plan of each alternative of the grid, for its own rows.
+        A block has rows of one of them (`BlockProgram.alternatives`); those of the column have it
+        along them, others a value each. The plan itself if it stores values of one alternative, or
+        if there are none."""
         stored = {d for i in self.stores for d in self.program.ops[i].dims}
         apart = [d for d in self.program.alternatives if d in stored]
         return tuple(self._section(d, {*apart} - {d}) for d in apart[len(apart) == 1 :]) or (self,)
@@ -161,8 +162,8 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """See `Plan.in_place`: a thread reads and writes the same elements of all tensors, and
-        reads all of them before it writes any."""
+        """Pairs for `Plan.in_place`: each thread reads and writes the same elements of all tensors.
+        It reads all of them before it writes any."""
         pairs = same_places(self, self.column, self.loads.values(), self.stores.values())
         return tuple((x.argument, y.argument) for x, y in pairs)
 
@@ -279,9 +280,10 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def in_place(self) -> tuple[tuple[int, int], ...]:
-        """See `Plan.in_place`: results of the last level, by which a thread has read its elements
-        of the rows for the last time. The one that a label names is read by all threads of the row,
-        before their first exchange. Slices of sums may be of other rows."""
+        """Pairs for `Plan.in_place`: results of the last level.
+        By then a thread has read its elements of the rows for the last time. The one that a label
+        names is read by all threads of the row, before their first exchange. Slices of sums may be
+        of other rows."""
         if self.schedule.sliced or (self.picked and len(self.levels) == 1):
             return ()
         stores = [self.stores[i] for i in self.levels[-1].stores]
@@ -336,8 +338,8 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def bulk(self) -> bool:
-        """True if bulk loads can bring the tiles: all addresses and sizes are multiples of 16
-        bytes, and every block has some of a row."""
+        """True if bulk loads can bring the tiles.
+        All addresses and sizes are multiples of 16 bytes, and every block has some of a row."""
         if (self.parts - 1) * self.width >= self.length:
             return False
         for view in (self.loads[i] for i in self.streamed):
@@ -397,9 +399,9 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def piece(self) -> int:
-        """Accesses of a row that a thread computes at a time: all that it keeps, or about 16
-        elements, 8 beside sums over rows (LayerNorm backward with 32 columns of two sums spilled 32
-        bytes with 16)."""
+        """Accesses of a row that a thread computes at a time.
+        All that it keeps, or about 16 elements, 8 beside sums over rows (LayerNorm backward with 32
+        columns of two sums spilled 32 bytes with 16)."""
         s = self.schedule
         if s.kept:
             return s.chunks
@@ -417,9 +419,9 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def keeps_vectors(self) -> bool:
-        """True if a thread keeps its columns of vectors that are the same for all rows. Longer
-        pieces are read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes. So are
-        the vectors of few rows: kept, they would be converted before the loop, and the rows
+        """True if a thread keeps its columns of vectors that are the same for all rows.
+        Longer pieces are read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes.
+        So are the vectors of few rows: kept, they would be converted before the loop, and the rows
         requested only after that."""
         s = self.schedule
         return s.kept and s.vector * s.chunks <= MAX_VECTORS and not s.sliced
@@ -436,8 +438,8 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def walkers(self) -> int | None:
-        """Blocks (or clusters) that share the rows of one element of the outer labels; None if that
-        is not fixed. Partial sums have a place for each."""
+        """Blocks (or clusters) that share the rows of one element of the outer labels.
+        None if that is not fixed. Partial sums have a place for each."""
         if not self.sums:
             return None
         if self.schedule.sliced:
@@ -456,8 +458,8 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def meets_in_block(self) -> bool:
-        """True if the warps of a block combine their parts of a row before the cluster's blocks
-        do."""
+        """True if the warps of a block combine their parts of a row before the blocks do.
+        The blocks are those of the cluster."""
         return self.cluster > 1 and self.warps_per_row * self.cluster > MAX_SENDERS
 
     @property
@@ -474,16 +476,16 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def alone(self) -> bool:
-        """True if a block has all rows of the columns that it adds up: it waits for nobody, and
-        there may be any number of blocks."""
+        """True if a block has all rows of the columns that it adds up.
+        It waits for no other, and there may be any number of blocks."""
         slices, parts = ceil_div(self.length, self.slice_columns), self.column_parts
         own = slices == parts and (parts == 1 or self.slice_columns == self.width)
         return self.meets and self.partials == 1 and self.cluster == 1 and own
 
     @property
     def carries_sums(self) -> bool:
-        """True if groups of `SUM_ROWS` rows are summed first, then these sums: results in fp32 show
-        the rounding of long sums."""
+        """True if groups of `SUM_ROWS` rows are summed first, then these sums.
+        Results in fp32 show the rounding of long sums."""
         s = self.schedule
         own = sum(s.vector * s.chunks if self.has_columns(x) else 1 for x in self.sums)
         wide = any(self.itemsize(v) == 4 for v in self.stores.values() if not self.varies(v))
@@ -505,8 +507,8 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def waits_late(self) -> bool:
-        """True if the blocks of a cluster wait for each other's start only after requesting the
-        loads of their only tile."""
+        """True if the blocks of a cluster ask for their only tile before waiting for each other.
+        They wait for each other's start."""
         return self.cluster > 1 and self.one_tile and not self.schedule.stages
 
     @property
@@ -516,8 +518,9 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def leaves_early(self) -> bool:
-        """True if sums leave a block before the results of its last tile are stored: work follows
-        them, and the ring, through which groups add up their sums, is no longer read."""
+        """True if sums leave a block before the results of its last tile are stored.
+        Work follows them, and the ring, through which groups add up their sums, is no longer
+        read."""
         s = self.schedule
         return self.meets and self.last_sum + 1 < len(self.levels) and (s.kept or s.groups == 1)
 
@@ -638,8 +641,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def overhang(self) -> int:
-        """Bytes that threads read past the ring's last row, where rows are shorter than their
-        reach."""
+        """Bytes read past the ring's last row, where rows are shorter than a thread's reach."""
         sizes = [self.itemsize(self.loads[i]) for i in self.streamed]
         return BULK * ceil_div((self.covered - self.width) * max(sizes, default=0), BULK)
 
@@ -655,8 +657,9 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def sent_slots(self) -> int:
-        """Slots of a tile that all senders write; rounded to 16-byte accesses if others follow: 2
-        senders with 32 warps each left 8 bytes for one reduction."""
+        """Slots of a tile that all senders write.
+        Rounded to 16-byte accesses if others follow: 2 senders with 32 warps each left 8 bytes for
+        one reduction."""
         count = self.words * self.tile_rows * self.senders
         return 4 * ceil_div(count, 4) if self.block_slots else count
 

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import ENDING, LOAD, STORE, Axis, AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Symbol, ceil_div, extent
-from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
+from cutesuper.skeletons.base import Argument, Indexed, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.legality import refuse_index, refuse_many_rows
 from cutesuper.skeletons.operands import check_symbols
@@ -70,8 +71,8 @@ def _views(
 
 
 def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
-    """The plan of a row loop before its knobs are chosen: the roles of the operations, the same at
-    all extents of a structure. Raises LoweringError."""
+    """The plan of a row loop before its knobs are chosen: the roles of the operations.
+    They are the same at all extents of a structure. Raises LoweringError."""
     refuse_index(step)
     if any(op.facets.turns for op in step.program.ops):
         raise LoweringError(
@@ -92,8 +93,8 @@ def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
 
 
 def resized(plan: RowLoopPlan, program: BlockProgram, setting: Setting) -> RowLoopPlan:
-    """The plan for the extents of another program of the same structure. Raises LoweringError,
-    ScheduleError."""
+    """The plan for the extents of another program of the same structure.
+    Raises LoweringError, ScheduleError."""
     program = replace(plan.program, axes=program.axes, tile=program.tile)
     return _scheduled(replace(plan, program=program), KernelStep("rows", program), setting, None)
 
@@ -114,7 +115,7 @@ def _scheduled(
             "cluster"
         )
     plan = replace(plan, schedule=chosen)
-    if why := _loop_fault(plan, target):
+    if why := next(_loop_faults(plan, target), None):
         raise ScheduleError(f"{where}: {why}")
     return replace(plan, program=_retiled(plan), shared_percent=_shared_percent(plan, target))
 
@@ -126,67 +127,83 @@ def _with_part(plan: RowLoopPlan) -> BlockProgram:
     return replace(program, tile=program.tile | {plan.column: width})
 
 
-def _loop_fault(plan: RowLoopPlan, target: Target) -> str | None:
-    """Reason why no row loop can run with a plan's knobs, or None."""
+def _loop_faults(plan: RowLoopPlan, target: Target) -> Iterator[str]:
+    """Reasons why no row loop can run with a plan's knobs, the first one first."""
+    yield from _thread_faults(plan)
+    yield from _reach_faults(plan)
+    yield from _room_faults(plan, target)
+    at_once = target.clusters.get(plan.cluster, 0)
+    if plan.meets and not plan.alone and plan.grid_blocks > plan.cluster * at_once:
+        yield (
+            f"{plan.grid_blocks} blocks meet, in clusters of {plan.cluster}, but at most {at_once} "
+            "of these run at once; give the grid fewer"
+        )
+
+
+def _thread_faults(plan: RowLoopPlan) -> Iterator[str]:
+    """Numbers that are no powers of two, and lanes and groups that are no block."""
     s = plan.schedule
     if any(n < 1 or n & (n - 1) for n in (s.lanes, s.vector, s.groups, s.depth)) or s.chunks < 1:
-        return (
+        yield (
             f"{s.lanes} lanes, vectors of {s.vector}, {s.groups} groups, {s.depth} rows each, "
             f"{s.chunks} chunks: powers of two, but the last"
         )
     if plan.threads % WARP or plan.threads > MAX_THREADS:
-        return (
+        yield (
             f"{s.groups} groups of {s.lanes} lanes; a block has whole warps and at most "
             f"{MAX_THREADS} threads"
         )
     if s.lanes < min(WARP, plan.cluster):
-        return f"{s.lanes} lanes; each sends to one of {plan.cluster} blocks of the cluster"
+        yield f"{s.lanes} lanes; each sends to one of {plan.cluster} blocks of the cluster"
     if plan.sums and s.lanes < 4:
-        return f"{s.lanes} lanes; sums over rows need 4"
+        yield f"{s.lanes} lanes; sums over rows need 4"
+
+
+def _reach_faults(plan: RowLoopPlan) -> Iterator[str]:
+    """Accesses that do not divide a row, or do not cover it."""
+    s = plan.schedule
     if plan.length % s.vector or plan.width % s.vector:
-        return (
+        yield (
             f"accesses of {s.vector} elements, and parts of {plan.width} of rows of {plan.length}"
         )
     if plan.covered < plan.width:
-        return (
+        yield (
             f"{s.lanes} lanes of {s.vector * s.chunks} elements do not cover the {plan.width} of a "
             "row"
         )
+
+
+def _room_faults(plan: RowLoopPlan, target: Target) -> Iterator[str]:
+    """Tiles that fit into no ring, no registers, or not beside other blocks."""
+    s = plan.schedule
     if s.resident not in (1, 2, 3) or s.resident * plan.threads > MAX_THREADS:
-        return (
+        yield (
             f"{s.resident} blocks of {plan.threads} threads on an SM; one to three, of at most "
             f"{MAX_THREADS} threads together"
         )
     if not plan.fits(target):
-        return f"{plan.shared_bytes} bytes of shared memory; the device has {target.shared_bytes}"
+        yield f"{plan.shared_bytes} bytes of shared memory; the device has {target.shared_bytes}"
     if s.stages and not plan.bulk:
-        return (
+        yield (
             f"parts of rows do not all begin and end at multiples of {BULK} bytes, so they cannot "
             "come through a ring; use stages=0"
         )
     if s.sliced and not s.blocks:
-        return "sliced=True, and no blocks to have the slices"
+        yield "sliced=True, and no blocks to have the slices"
     if s.sliced and (why := plan.unsliced):
-        return f"sliced=True, but {why}"
+        yield f"sliced=True, but {why}"
     if s.kept and s.vector * s.chunks * s.depth > MAX_HELD:
-        return (
+        yield (
             f"{s.depth} rows with {s.vector * s.chunks} elements each do not fit into the "
             f"registers of a thread; at most {MAX_HELD}"
         )
     if not s.stages and not s.kept:
-        return "without a ring a tile is kept in registers"
-    at_once = target.clusters.get(plan.cluster, 0)
-    if plan.meets and not plan.alone and plan.grid_blocks > plan.cluster * at_once:
-        return (
-            f"{plan.grid_blocks} blocks meet, in clusters of {plan.cluster}, but at most {at_once} "
-            "of these run at once; give the grid fewer"
-        )
-    return None
+        yield "without a ring a tile is kept in registers"
 
 
 def _shared_percent(plan: RowLoopPlan, target: Target) -> int:
-    """Percentage of shared memory for the blocks that share an SM; 0 if a block has an SM to
-    itself.
+    """Percentage of shared memory for the blocks that share an SM.
+    0 if a block has an SM to itself.
 
     Without the hint the driver gives shared memory for one block. It is no more than they need:
     loads that bypass shared memory, and vectors that are read for every row, go through the rest.
@@ -223,15 +240,16 @@ def _retiled(plan: RowLoopPlan) -> BlockProgram:
 
 
 def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None = None) -> RowPlan:
-    """Plan a row kernel, with these knobs or with those of its own choice. Raises LoweringError,
-    ScheduleError."""
+    """Plan a row kernel, with these knobs or with those of its own choice.
+    Raises LoweringError, ScheduleError."""
     program, where = step.program, f"kernel {step.name}"
     _check_structure(program, where)
     arguments = arguments_of(step, setting.tensors)
-    check_symbols(arguments, where)
     column = _column(program, *_views(program, arguments), where)
     program = with_row_reciprocals(program, column, arguments)
     loads, stores = _views(program, arguments)
+    if any(isinstance(v, Indexed) for v in (*loads.values(), *stores.values())):
+        check_symbols(arguments, where)
     reductions = tuple(i for i, o in enumerate(program.ops) if o.facets.reduces)
     rows = _row_order(program, [*loads.values(), *stores.values()], column)
     refuse_many_rows(prod(extent(program.dims[d]) for d in rows), where)
@@ -318,10 +336,11 @@ def _column(
 
 
 def _row_order(program: BlockProgram, views: list[View], column: str) -> tuple[str, ...]:
-    """All labels but the column; if tensors are strided along it, the label along which they are
-    contiguous comes last, so that neighbouring rows are neighbours in memory."""
+    """All labels but the column.
+    If tensors are strided along it, the label along which they are contiguous comes last, so that
+    neighbouring rows are neighbours in memory."""
     rows = [d for d in program.dims if d != column]
-    strided = [v for v in views if v.stride(column) > 1 and v.labels[-1] in rows]
+    strided = [v for v in views if v.strided(column) and v.labels[-1] in rows]
     if strided:
         heaviest = max(strided, key=lambda v: prod(extent(program.dims[d]) for d in v.labels))
         rows.remove(heaviest.labels[-1])
@@ -332,11 +351,12 @@ def _row_order(program: BlockProgram, views: list[View], column: str) -> tuple[s
 def _order(
     program: BlockProgram, reductions: tuple[int, ...], schedule: RowSchedule
 ) -> tuple[int, ...]:
-    """Order of loads and computations. All loads come first, so that they overlap, if those of an
-    element-wise program fit. If they are more elements than a thread may hold of one, or registers
-    are for two large blocks, reductions and their operands come first, then the rest, so that more
-    blocks share an SM: LayerNorm of 4096 elements needs 78 registers, with its vectors loaded first
-    118, and 6 blocks are 48 KB in flight where 4 are 32. (RMSNorm of 32768 elements spilled.)"""
+    """Order of loads and computations.
+    All loads come first, so that they overlap, if those of an element-wise program fit. If they are
+    more elements than a thread may hold of one, or registers are for two large blocks, reductions
+    and their operands come first, then the rest, so that more blocks share an SM: LayerNorm of 4096
+    elements needs 78 registers, with its vectors loaded first 118, and 6 blocks are 48 KB in flight
+    where 4 are 32. (RMSNorm of 32768 elements spilled.)"""
     count = range(len(program.ops))
     work = [i for i in count if program.ops[i].kind != STORE]
     held = schedule.vector * schedule.chunks

@@ -1,5 +1,5 @@
-"""Roles of the operations of a program without products: the label along the rows, the labels that
-are walked over, reductions, and sums over rows."""
+"""Roles of the operations of a program without products.
+The label along the rows, the labels that are walked over, reductions, and sums over rows."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ class Roles:
 
 
 def walks(program: BlockProgram, target: Target) -> bool:
-    """True if a program without products is a row loop: because of its axes, of the operations that
-    end them, because it takes positions, or because its rows are long."""
+    """True if a program without products is a row loop.
+    Because of its axes, of the operations that end them, because it takes positions, or because its
+    rows are long."""
     if any(op.facets.turns for op in program.ops):
         return False
     kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
@@ -69,8 +70,8 @@ def walks(program: BlockProgram, target: Target) -> bool:
 
 
 def find_roles(program: BlockProgram, column: str, where: str) -> Roles:
-    """The roles of all operations, by the label along the rows. Raises LoweringError if one has
-    none."""
+    """The roles of all operations, by the label along the rows.
+    Raises LoweringError if one has none."""
     summed = _summed(program)
     for a in program.axes:
         if a.kind == AxisKind.LOOP or (a.kind == AxisKind.CLUSTER and a.dim != column):
@@ -309,8 +310,9 @@ def row_label(
     stored: Sequence[Sequence[str]],
     loaded: Sequence[Sequence[str]],
 ) -> str | None:
-    """The label that runs along the rows: the reduced label, else the one along which most elements
-    are contiguous in memory (if equal, the first output's).
+    """The label that runs along the rows.
+    The reduced label, else the one along which most elements are contiguous in memory (if equal,
+    the first output's).
 
     before: ``relu(X[M, N]) + Y[N, M]``, stored ``[M, N]``; after: N, so that only Y is strided.
 

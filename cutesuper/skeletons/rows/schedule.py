@@ -89,7 +89,7 @@ class RowSchedule(Schedule):
     interleaved: bool = False
 
     def settled(self, old: RowSchedule, knob: str) -> RowSchedule:
-        """This schedule, adjusted: rows of other lanes or vectors still cover their width."""
+        """The schedule, adjusted: rows of other lanes or vectors still cover their width."""
         if knob not in ("lanes", "vector") or not self.lanes or not self.vector:
             return self
         width = old.lanes * old.vector * old.chunks
@@ -157,9 +157,10 @@ class RowLoopSchedule(Schedule):
     sliced: bool = False
 
     def settled(self, old: RowLoopSchedule, knob: str) -> RowLoopSchedule:
-        """This schedule, adjusted: lanes cover as much of a row, and a tile keeps its threads and
-        rows: with more lanes, or fewer threads, a group takes more of them. Slices are read without
-        a ring; blocks that meet have one."""
+        """The schedule, adjusted.
+        Lanes cover as much of a row, and a tile keeps its threads and rows: with more lanes, or
+        fewer threads, a group takes more of them. Slices are read without a ring; blocks that meet
+        have one."""
         if knob == "lanes" and self.lanes:
             groups = max(1, old.lanes * old.groups // self.lanes)
             width, rows = old.lanes * old.vector * old.chunks, old.groups * old.depth
@@ -186,7 +187,7 @@ class RowLoopSchedule(Schedule):
 def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     """The schedule of a row kernel whose own is not known yet."""
     reduces = bool(plan.reductions or plan.scans)
-    contiguous = [v for v in plan.views if v.stride(plan.column) == 1]
+    contiguous = [v for v in plan.views if v.contiguous(plan.column)]
     if reduces and not contiguous and plan.length <= MAX_STRIDED and not plan.scans:
         lanes = min(WARP, power_of_two(ceil_div(plan.length, 32)))
         chunks = ceil_div(plan.length, lanes)
@@ -195,7 +196,7 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     vector = _vector(plan)
     if plan.turns:
         return _turning(plan, target, vector)
-    if not reduces and any(v.stride(plan.column) > 1 for v in plan.views):
+    if not reduces and any(v.strided(plan.column) for v in plan.views):
         # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes its
         # own 16 bytes
         lanes = min(8, power_of_two(ceil_div(plan.length, vector)))
@@ -230,8 +231,8 @@ def _setting(plan: RowPlan, target: Target, decision: str, **more: float) -> Map
 
 
 def _accesses(plan: RowPlan, target: Target, vector: int) -> tuple[int, int]:
-    """Elements of an access, and accesses of a thread to a row of each tensor: as measured, as far
-    as all values that live at a time fit into the registers."""
+    """Elements of an access, and accesses of a thread to a row of each tensor.
+    As measured, as far as all values that live at a time fit into the registers."""
     vectors = sum(v.labels == (plan.column,) for v in plan.views)
     loaded = plan.loaded_bytes(LARGE_HELD)
     found = _setting(plan, target, "accesses", vectors=vectors, loaded_bytes=loaded)
@@ -276,9 +277,9 @@ def live_values(program: BlockProgram, column: str) -> int:
 
 
 def _strip(length: int, vector: int, lanes: int) -> int:
-    """Lanes of blocks that divide rows of an element-wise program into strips, so that the last one
-    reaches past the end as little as possible: 4096x14336 in strips of 4096 elements, the last one
-    half empty, took 90.6 us while the memory takes 81.4."""
+    """Lanes of blocks that divide rows of an element-wise program into strips.
+    The last one reaches past the end as little as possible: 4096x14336 in strips of 4096 elements,
+    the last one half empty, took 90.6 us while the memory takes 81.4."""
 
     def covered(n: int) -> int:
         strip = n * vector * min(2, ceil_div(length, n * vector))
@@ -288,9 +289,9 @@ def _strip(length: int, vector: int, lanes: int) -> int:
 
 
 def _vector(plan: RowPlan) -> int:
-    """Elements per access: 16 bytes of the widest type, as far as row lengths allow. Tensors that
-    are strided along the row are read element by element in any case."""
-    contiguous = [v for v in plan.views if v.stride(plan.column) == 1]
+    """Elements per access: 16 bytes of the widest type, as far as row lengths allow.
+    Tensors that are strided along the row are read element by element in any case."""
+    contiguous = [v for v in plan.views if v.contiguous(plan.column)]
     widest = max(map(plan.itemsize, contiguous or plan.views))
     places = [n for v in contiguous for n in v.places]
     return gcd(BULK // widest, plan.length, *places) if contiguous else 1
@@ -300,8 +301,8 @@ def _vector(plan: RowPlan) -> int:
 
 
 def default_loop(plan: RowLoopPlan, target: Target) -> RowLoopSchedule:
-    """The schedule of a row loop whose own is not known yet: slices of all rows, a block for each
-    tile, or blocks that walk."""
+    """The schedule of a row loop whose own is not known yet.
+    Slices of all rows, a block for each tile, or blocks that walk."""
     smallest = min([plan.itemsize(plan.loads[i]) for i in plan.streamed], default=2)
     vector = BULK // smallest if plan.bulk else _common_vector(plan, BULK // smallest)
     found = _sliced(plan, target, vector) or _straight(plan, target, vector)
@@ -362,8 +363,8 @@ def _summing_threads(plan: RowLoopPlan, target: Target, lanes: int, walkers: int
 
 
 def _straight(plan: RowLoopPlan, target: Target, vector: int) -> RowLoopSchedule | None:
-    """A block (or cluster) for each tile, whose rows are loaded straight to registers; None if
-    threads would not hold them, or a ring is faster."""
+    """A block (or cluster) for each tile, whose rows are loaded straight to registers.
+    None if threads would not hold them, or a ring is faster."""
     if plan.sums or not plan.bulk:
         return None
     found = SETTINGS.choose(
@@ -401,8 +402,9 @@ def _sliced(plan: RowLoopPlan, target: Target, vector: int) -> RowLoopSchedule |
 
 
 def _whole_warps(plan: RowLoopPlan, s: RowLoopSchedule) -> RowLoopSchedule:
-    """The schedule adjusted to short and few rows: at least a warp, a lane for every block of the
-    cluster to send to, and whole pieces of 4 columns of summed values."""
+    """The schedule adjusted to short and few rows.
+    At least a warp, a lane for every block of the cluster to send to, and whole pieces of 4 columns
+    of summed values."""
     lanes = max(s.lanes, min(WARP, power_of_two(plan.cluster)), 4 if plan.sums else 1)
     chunks = min(s.chunks, ceil_div(plan.width, lanes * s.vector))
     groups = max(WARP, s.lanes * s.groups) // lanes
@@ -421,7 +423,7 @@ def _common_vector(plan: RowLoopPlan, vector: int) -> int:
     for v in views:
         if plan.column not in v.labels:
             continue
-        if v.stride(plan.column) != 1:
+        if not v.contiguous(plan.column):
             return 1
         for n in (*v.places, plan.length, plan.width):
             while n % vector:

@@ -1,5 +1,5 @@
-"""The decisions of row kernels that measurements have made; ``schedules/*/rows.json`` has the
-entries and what was measured."""
+"""The decisions of row kernels that measurements have made.
+``schedules/*/rows.json`` has the entries and what was measured."""
 
 from __future__ import annotations
 

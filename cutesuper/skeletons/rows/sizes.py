@@ -44,8 +44,9 @@ def row_sizes(
 def cluster_sizes(
     structure: BlockProgram, form: RowForm, setting: Setting, pruned: Counter[str]
 ) -> Iterator[Sized]:
-    """One row in each cluster, in the smallest one that fits: the exchange takes longer in larger
-    ones. If none does, in the largest: one tile at a time is better than another kernel."""
+    """One row in each cluster, in the smallest one that fits.
+    The exchange takes longer in larger ones. If none does, in the largest: one tile at a time is
+    better than another kernel."""
     row, target = form.row, setting.target
     whole = extent(structure.dims[row])
     streamed = [op for op in structure.loads() if row in op.dims and len(op.dims) > 1]
@@ -73,9 +74,9 @@ def _priced(program: BlockProgram, setting: Setting, pruned: Counter[str]) -> It
 def persistent_sizes(
     structure: BlockProgram, form: PersistentForm, setting: Setting, pruned: Counter[str]
 ) -> Iterator[Sized]:
-    """The sizes of visited rows that lead to different plans. Of equal costs those are better, and
-    come first, whose tile the plan takes as it is, so that no block is without rows; then those
-    with fewer blocks."""
+    """The sizes of visited rows that lead to different plans.
+    Of equal costs those are better, and come first, whose tile the plan takes as it is, so that no
+    block is without rows; then those with fewer blocks."""
     found: list[tuple[tuple[bool, int], Sized]] = []
     base = None
     for program in _visiting_sizes(structure, form, setting, pruned):
@@ -122,8 +123,9 @@ def _streamed(structure: BlockProgram, form: PersistentForm) -> list[str]:
 def _widths(
     structure: BlockProgram, form: PersistentForm, setting: Setting
 ) -> Iterator[tuple[int, int]]:
-    """Blocks of a cluster, and elements of a row that one block has. Clusters are only as large as
-    needed to hold a row in a stage: larger ones leave more multiprocessors idle."""
+    """Blocks of a cluster, and elements of a row that one block has.
+    Clusters are only as large as needed to hold a row in a stage: larger ones leave more
+    multiprocessors idle."""
     whole = extent(structure.dims[form.row])
     if form.clustered:
         element = sum(setting.itemsizes[t] for t in _streamed(structure, form))
@@ -147,8 +149,8 @@ def _part(whole: int, cluster: int) -> int:
 def _slots(
     structure: BlockProgram, form: PersistentForm, setting: Setting, cluster: int, width: int
 ) -> int:
-    """Number of blocks (or clusters) that may share the visited rows, so that all run at once; one
-    that has all rows of its columns waits for nobody, so there is one always."""
+    """Number of blocks (or clusters) that may share the visited rows, so that all run at once.
+    One that has all rows of its columns waits for nobody, so there is one always."""
     others = prod(extent(structure.dims[d]) for d in form.rows - {form.visited})
     strips = 1 if form.clustered else ceil_div(extent(structure.dims[form.row]), width)
     slots = setting.target.clusters.get(cluster, 0) // (others * strips)
@@ -158,8 +160,8 @@ def _slots(
 def _visiting(
     structure: BlockProgram, form: PersistentForm, size: tuple[int, int, int], slots: int
 ) -> BlockProgram:
-    """The structure at the size (cluster, elements of a row, rows of a tile): as few blocks as need
-    no more visits; for a symbolic number of rows, as many as run at once."""
+    """The structure at the size (cluster, elements of a row, rows of a tile).
+    As few blocks as need no more visits; for a symbolic number of rows, as many as run at once."""
     cluster, width, rows = size
     dim = structure.dims[form.visited]
     tiles = ceil_div(extent(dim), rows)

@@ -79,8 +79,9 @@ class Rows(Skeleton):
         return not any(op.facets.contracts for op in step.program.ops)
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
-        """See `rows.planner.plan_of`. What the search prices has no guards: a program would be
-        cheaper for hiding its rows from them."""
+        """See `rows.planner.plan_of`.
+        What the search prices has no guards: a program would be cheaper for hiding its rows from
+        them."""
         return plan_of(without_running_state(step, setting.tensors), setting, schedule)
 
     def explain(self, plan: Any) -> list[str]:

@@ -1,5 +1,6 @@
-"""Searches for the programs of a graph's regions in worker processes, begun before the regions are
-decided one after the other; kernels that the model expects to be of use are compiled there too.
+"""Searches for the programs of a graph's regions in worker processes.
+They begin before the regions are decided one after the other; kernels that the model expects to be
+of use are compiled there too.
 
 A search is a pure function, so where it ran changes nothing but the time that all of them take. One
 that is lost with its process, or that cannot be sent, runs in this process when it is its turn.
@@ -64,8 +65,8 @@ class Ahead:
                 self._jobs[case.place], self._searches[future] = [future], case
 
     def wait(self, case: Case) -> None:
-        """Wait until everything about a region that was sent away is done; what follows from other
-        results meanwhile is sent."""
+        """Wait until everything about a region that was sent away is done.
+        What follows from other results meanwhile is sent."""
         with suppress(CutesuperError):
             while missing := self._missing(case.place):
                 done, _ = wait({*missing, *self._searches}, return_when=FIRST_COMPLETED)

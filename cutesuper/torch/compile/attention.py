@@ -79,8 +79,8 @@ class _Places:
 
 
 def _ranked(*values: Value) -> list[Value]:
-    """Tensors of one rank, with a dimension for heads: those that are missing in front have an
-    extent of 1, as in products of PyTorch."""
+    """Tensors of one rank, with a dimension for heads.
+    Those that are missing in front have an extent of 1, as in products of PyTorch."""
     rank = max(3, *(len(t.dims) for t in values))
     return [Value((*((),) * (rank - len(t.dims)), *t.dims), t.absent) for t in values]
 
@@ -135,8 +135,8 @@ class _Attention(Entry):
         return lead, group
 
     def passes(self, b: Builder, node: fx.Node, a: Arguments, at: _Places) -> Split:
-        """Both passes, where every query head has keys of its own if they are given for each; keys
-        that repeat have gradients that do not, which the program sums behind them."""
+        """Both passes, where every query head has keys of its own if they are given for each.
+        Keys that repeat have gradients that do not, which the program sums behind them."""
         g = KernelGraph()
         query, key, value = (
             g.new_input(tuple(map(b.extent, slots)), fake(a[name]).dtype, name)
@@ -240,8 +240,8 @@ def _scores_of(q: Value, k: Value) -> Value:
 
 
 def _sums_of(node: fx.Node, sums: Any, q: Value) -> Value | None:
-    """The dimensions of the logarithms: those of the rows, maybe with an extent of 1 behind. None
-    for others: one of PyTorch's operators pads them to a multiple of 32."""
+    """The dimensions of the logarithms: those of the rows, maybe with an extent of 1 behind.
+    None for others: one of PyTorch's operators pads them to a multiple of 32."""
     rows = fake(arguments_of(node)["query"]).shape[:-1]
     for dims, shape in ((q.dims[:-1], rows), ((*q.dims[:-1], ()), (*rows, 1))):
         if len(shape) == sums.dim() and all(map(equal, sums.shape, shape)):
@@ -251,8 +251,8 @@ def _sums_of(node: fx.Node, sums: Any, q: Value) -> Value | None:
 
 @enter(*(f"{name}_backward.default" for name in _CHOSEN))
 class AttentionBackward(_Attention):
-    """The gradients of query, key and value, from the result, the logarithms of the sums of rows
-    and the cotangent of the result."""
+    """The gradients of query, key and value.
+    From the result, the logarithms of the sums of rows and the cotangent of the result."""
 
     products: ClassVar[int] = 5
     unread: ClassVar[tuple[str, ...]] = (

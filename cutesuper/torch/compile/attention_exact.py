@@ -1,5 +1,5 @@
-"""PyTorch's operators for attention by their formulas, in the element type of the operands: most of
-them take 16 bits only, and what kernels compute is compared with float64."""
+"""PyTorch's operators for attention by their formulas, in the operands' element type.
+Most of them take 16 bits only, and what kernels compute is compared with float64."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from cutesuper.torch.compile.length_masks import mask_of
 
 
 def attention(target: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, ...]:
-    """The results of one of PyTorch's operators that regions use: the result and the logarithms of
-    the sums of its rows, or the gradients of query, key and value."""
+    """The results of one of PyTorch's operators that regions use.
+    The result and the logarithms of the sums of its rows, or the gradients of query, key and
+    value."""
     names = (a.name for a in target._schema.arguments)
     given = dict(zip(names, args, strict=False)) | kwargs
     if "_backward" in str(target):

@@ -75,7 +75,8 @@ def compile_graph(
             take_heads(gm)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         _complain(f"no losses were looked for ({type(error).__name__}: {error})")
-    inner = partial(_inner, options=options, observe=observe, finish=finish)
+    names = internals.argument_names(gm)
+    inner = partial(_inner, options=options, names=names, observe=observe, finish=finish)
     return internals.compile_with(gm, inputs, inner, options.inductor)
 
 
@@ -84,6 +85,7 @@ def _inner(
     inputs: Sequence[Any],
     *,
     options: BackendOptions,
+    names: Sequence[str],
     observe: Callable[[GraphReport], None] | None,
     finish: internals.InnerCompile,
     **rest: Any,
@@ -97,7 +99,7 @@ def _inner(
         # called from C++, an operator of Python that returns a list of one tensor crashes (2.13)
         report = nothing_taken(phase, gm.graph, "cpp_wrapper calls no operators of Python")
     else:
-        report = take_regions(gm, options, phase, partial(_for_trial, inputs, rest))
+        report = take_regions(gm, options, phase, partial(_for_trial, inputs, rest), names)
     if observe is not None:
         observe(report)
     return finish(gm, inputs, **rest)
@@ -109,7 +111,11 @@ def _for_trial(inputs: Sequence[Any], rest: Mapping[str, Any], gm: fx.GraphModul
 
 
 def take_regions(
-    gm: fx.GraphModule, options: BackendOptions, phase: Phase, compiled: Compile
+    gm: fx.GraphModule,
+    options: BackendOptions,
+    phase: Phase,
+    compiled: Compile,
+    names: Sequence[str] = (),
 ) -> GraphReport:
     """Replace those regions of a functional graph that are worth it by calls of their kernels.
 
@@ -118,6 +124,7 @@ def take_regions(
         options: of the backend.
         phase: inference, forward or backward, for the report.
         compiled: Inductor, to time the whole graph.
+        names: the user's, of the arguments of the graph that Dynamo captured, for the report.
     """
     start = time.perf_counter()
     try:
@@ -132,7 +139,7 @@ def take_regions(
     calls = [Call(d.region, region_operator, (d.key,), region_in_place) for d in taken]
     done = {copy for call in calls for copy in changed(call).values()}
     refused = {n: why for n, why in found.refused.items() if n not in done}
-    report = graph_report(phase, decisions, refused)
+    report = graph_report(phase, decisions, refused, partial(internals.argument_name, names))
     for entry, decision in zip(report.regions, decisions, strict=True):
         if decision.verdict.broken:
             _complain(f"{entry.where} gets no kernels: {decision.verdict.reason}")

@@ -213,8 +213,9 @@ def _name(path: Any, named: Sequence[str]) -> str:
 
 
 def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, ...]:
-    """State that a trace depends on besides types and shapes: devices, tensors that are identical,
-    modes that are switched on, and the precision of products."""
+    """State that a trace depends on besides types and shapes.
+    Devices, tensors that are identical, modes that are switched on, and the precision of
+    products."""
     kinds: Hashable = None
     if not _USUAL.issuperset(map(type, tensors)):
         kinds = tuple(map(_class_of, tensors))
@@ -254,8 +255,9 @@ def _autocast() -> Hashable:
 def stand_ins(
     leaves: Sequence[Any], read: Sequence[torch.Tensor], shapes: Sequence[torch.Size] = ()
 ) -> list[Any]:
-    """The arguments with no memory in common, except those that are one tensor, or one that is read
-    from elsewhere: a trace must not take one tensor for a part of another.
+    """The arguments with no memory in common.
+    Except those that are one tensor, or one that is read from elsewhere: a trace must not take one
+    tensor for a part of another.
 
     Args:
         leaves: the flat arguments.

@@ -90,8 +90,8 @@ class Case:
 
     @cached_property
     def refusal(self) -> str | None:
-        """The reason why neither the region nor a part of it is tried, or None. Raises
-        CutesuperError."""
+        """The reason why neither the region nor a part of it is tried, or None.
+        Raises CutesuperError."""
         device, take = self.sample.device, self.options.take
         if take != "all" and not self.anchors:
             return "nothing but element-wise work, of which Inductor makes one kernel as well"
@@ -108,8 +108,8 @@ class Case:
 
     @cached_property
     def anchors(self) -> int:
-        """The number of reductions, products, and operators that move elements, without which there
-        is nothing to gain."""
+        """The number of reductions, products, and operators that move elements.
+        Without any there is nothing to gain."""
         operators = [n.facets for n in self.region.graph.nodes]
         moves = (o.turns or o.puts for o in operators)
         return sum(moves) + sum(bool(o.reduces) or o.composite or o.contracts for o in operators)
@@ -162,8 +162,9 @@ class Case:
 
     @cached_property
     def question(self) -> tuple[object, ...]:
-        """The case and its surroundings, for the records on disk: the GPU, and the programs that
-        were tuned for it. Raises CutesuperError."""
+        """The case and its surroundings, for the records on disk.
+        The surroundings are the GPU, and the programs that were tuned for it. Raises
+        CutesuperError."""
         name = torch.cuda.get_device_name(self.device) if self.runs else ""
         tuned = self.program.tuned(self.sample.rows, self.target)
         return ("verdict", *self.place, name, self.target.name, tuned)

@@ -16,8 +16,8 @@ _aten = torch.ops.aten
 
 
 def updates_buffer(node: fx.Node) -> bool:
-    """True for the copy at the end that gives a buffer, such as the running mean of a batch norm,
-    its new value. A parameter is no buffer."""
+    """True for the copy at the end that gives a buffer its new value.
+    The running mean of a batch norm, for one. A parameter is no buffer."""
     if node.target is not _aten.copy_.default:
         return False
     base = node.args[0]

@@ -102,8 +102,7 @@ class _Pairs:
                 node.replace_all_uses_with(whole, lambda user: user.op == "output")
 
     def call(self, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node at the place of ``origin`` in the user's program, or an equal one that
-        exists."""
+        """A new node at the place of ``origin`` in the user's program, or an equal old one."""
         key = f"{target} {args} {kwargs}"
         if key in self._made:
             return self._made[key]
@@ -139,8 +138,8 @@ class _Pairs:
         return self.call(origin, _aten.index_select.default, x, -1, both)
 
     def exchanged(self, origin: fx.Node, x: fx.Node) -> fx.Node:
-        """Pairs with their parts exchanged; an operand of a conversion is exchanged before it, as
-        it is smaller then."""
+        """Pairs with their parts exchanged.
+        An operand of a conversion is exchanged before it, as it is smaller then."""
         if x.target in _CASTS:
             inner = self.exchanged(origin, x.args[0])  # type: ignore[arg-type]
             return self.call(origin, x.target, inner, *x.args[1:], **x.kwargs)
@@ -152,8 +151,8 @@ class _Pairs:
         return self.call(origin, _aten.flip.default, x, [-1])
 
     def signed(self, origin: fx.Node, x: fx.Node) -> fx.Node:
-        """Pairs with the sign of the first part changed. The signs are whole rows: kernels then
-        have rows of numbers, not of pairs."""
+        """Pairs with the sign of the first part changed.
+        The signs are whole rows: kernels then have rows of numbers, not of pairs."""
         rows = x.meta["val"].shape[-2:-1]
         n = rows[0] if len(rows) and isinstance(rows[0], int) else None
         signs = torch.tensor([-1.0, 1.0], dtype=x.meta["val"].dtype)

@@ -15,8 +15,9 @@ def pointwise(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
 ) -> Any:  # fmt: skip
-    """``aten.convolution`` of one element, as a product: of the pixels if channels are last in
-    memory, of the weight otherwise. NotImplemented for any other convolution."""
+    """``aten.convolution`` of one element, as a product.
+    Of the pixels if channels are last in memory, of the weight otherwise. NotImplemented for any
+    other convolution."""
     del dilation, output_padding
     plain = not transposed and groups == 1 and not any(padding) and all(s == 1 for s in stride)
     if not plain or not all(equal(n, 1) for n in weight.shape[2:]):

@@ -1,5 +1,6 @@
-"""Rows by an index: those of a table (embeddings, tensors indexed along their first dimension), and
-those that are put into a tensor, as into a cache of keys.
+"""Rows by an index: those of a table, and those that are put into a tensor.
+Tables are embeddings, and tensors indexed along their first dimension; a tensor that rows are put
+into is a cache of keys, for one.
 
 A program that changes a tensor in place becomes one that makes a new tensor and copies it at the
 end. Where such a copy closes ``put_rows``, the kernel writes the rows into the tensor itself.
@@ -43,8 +44,8 @@ class TakeRows(Entry):
         return a["self"], a["index"] if a["dim"] == 0 else None
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
-        """True for rows of a table of numbers without a gradient, by one index of integers. (The
-        gradient of a table adds up rows, which no kernel does.)"""
+        """True for rows of a table of numbers without a gradient, by one index of integers.
+        (The gradient of a table adds up rows, which no kernel does.)"""
         table, index = (getattr(x, "meta", {}).get("val") for x in self.operands(a))
         if not isinstance(table, torch.Tensor) or not isinstance(index, torch.Tensor):
             return False
@@ -94,8 +95,8 @@ def _limits(table: torch.Tensor, dim: int, backwards: bool) -> tuple[int, int]:
 
 
 def closing_copy(node: fx.Node) -> fx.Node | None:
-    """The copy at the end that makes a change in place of rows that are put into a tensor: nothing
-    else reads the tensor. None if the result is a new tensor."""
+    """The copy at the end that makes a change in place of rows that are put into a tensor.
+    Nothing else reads the tensor. None if the result is a new tensor."""
     base = node.args[0]
     copies = [u for u in node.users if u.target is torch.ops.aten.copy_.default]
     if len(copies) != 1 or not isinstance(base, fx.Node) or copies[0].args[:2] != (base, node):
@@ -115,8 +116,9 @@ class PutRows(Entry):
         return a["self"], a["index"], a["source"], a["dim"] % max(1, fake(a["self"]).dim())
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
-        """True for rows of numbers without a gradient, whole, put into an argument of the program
-        by one index of integers; either into a new tensor, or in place."""
+        """True for rows of numbers without a gradient, put into an argument by one index.
+        The rows are whole, the index has integers, and the argument is one of the program. Either
+        into a new tensor, or in place."""
         base, index, rows, dim = self.operands(a)
         into, at, x = (getattr(n, "meta", {}).get("val") for n in (base, index, rows))
         if not (isinstance(into, torch.Tensor) and isinstance(x, torch.Tensor)):

@@ -170,17 +170,26 @@ def memory_order(t: torch.Tensor) -> list[int] | None:
     return order
 
 
+def is_dense(t: torch.Tensor) -> bool:
+    """True for a tensor without gaps whose dimensions are in order."""
+    order = memory_order(t)
+    if order is None:
+        return False
+    order = [d for d in order if not equal(t.shape[d], 1)]
+    return order == sorted(order)
+
+
 def copied_order(t: torch.Tensor) -> list[int]:
-    """The order of a tensor's dimensions in a kernel: that of memory, gaps or not. An element-wise
-    result has its operand's order too, but has no gaps."""
+    """The order of a tensor's dimensions in a kernel: that of memory, gaps or not.
+    An element-wise result has its operand's order too, but has no gaps."""
     order = _by_stride(t)
     repeats = any(equal(n, 0) for n in t.stride())
     return list(range(t.dim())) if order is None or repeats else order
 
 
 def _by_stride(t: torch.Tensor) -> list[int] | None:
-    """The dimensions by decreasing stride, those of extent 1 first; None if strides are unknown
-    before the call."""
+    """The dimensions by decreasing stride, those of extent 1 first.
+    None if strides are unknown before the call."""
     real = [d for d in range(t.dim()) if not equal(t.shape[d], 1)]
     try:
         order = sorted(real, key=lambda d: -_hint(t.stride()[d]))
@@ -252,8 +261,8 @@ class Shapes:
         self.values[node] = value
 
     def whole(self, dims: Dims) -> None:
-        """Keep a dimension whole, as an operator works along it: its factors are not joined with
-        others."""
+        """Keep a dimension whole, as an operator works along it.
+        Its factors are not joined with others."""
         self.grouping.add(dims)
 
     def reduced(self, node: fx.Node, runs: list[Dims]) -> None:
@@ -326,9 +335,9 @@ class Builder:
             self._groups = self.shapes.grouping.groups()
 
     def _is_one_row(self, value: Value) -> bool:
-        """True if rows and the elements in them have become one dimension, as in purely
-        element-wise work: kernels walk over rows, of which there may be any number. (A row that
-        others have rows of is one.)"""
+        """True if rows and the elements in them have become one dimension.
+        As in purely element-wise work: kernels walk over rows, of which there may be any number. (A
+        row that others have rows of is one.)"""
         present = value.present()
         last = leaves(value.dims[-1]) if value.dims else ()
         return 0 < len(last) < len(present) and len(self.groups(present)) == 1
@@ -363,8 +372,8 @@ class Builder:
         return found[0] if found else None
 
     def extent(self, slot: Slot) -> Dim:
-        """The extent of a slot in the kernel graph; of a slot of `joined`, the product of its
-        groups."""
+        """The extent of a slot in the kernel graph.
+        Of a slot of `joined`, the product of its groups."""
         if slot is None:
             return 1
         if len(own := self.groups(slot)) > 1:
@@ -378,8 +387,9 @@ class Builder:
         return self._symbols[group]
 
     def natural(self, value: Value) -> Slots:
-        """The slots of a value in the order of its dimensions in PyTorch. Of several extents of 1
-        the last is kept, which tells a column from a row, and one in front of a row."""
+        """The slots of a value in the order of its dimensions in PyTorch.
+        Of several extents of 1 the last is kept, which tells a column from a row, and one in front
+        of a row."""
         present = value.present()
         slots = self.groups(present)
         last = value.dims[-1:] and leaves(value.dims[-1])
@@ -491,8 +501,8 @@ class Builder:
         return self._inputs[node, slots]
 
     def joined(self, operand: Any, run: Dims) -> Tensor | None:
-        """A second view of an input, in which dimensions that others divide are one, the last one;
-        those before it have an extent of 1. None if it is no input, or stored otherwise.
+        """A second view of an input, in which dimensions that others divide are one, the last one.
+        Those before it have an extent of 1. None if it is no input, or stored otherwise.
 
         before: ``[N, G, 8, 4096]``, of which the last two are ``run``; after: ``[N, G, 1, 32768]``.
         """
@@ -538,8 +548,9 @@ class Builder:
         return self._part_of_whole(root, memory, shape, ranges)
 
     def _whole(self, root: torch.Tensor, slots: Slots, strides: Sequence[int]) -> Shape | None:
-        """The shape of a tensor without gaps whose dimensions have these strides; None if it has
-        none. The extent of the first slot may be known at the call, and is all of it then."""
+        """The shape of a tensor without gaps whose dimensions have these strides.
+        None if it has none. The extent of the first slot may be known at the call, and is all of it
+        then."""
         first = self.extent(slots[0])
         rows = extent_of(slots[0] or ()) if isinstance(first, Symbol) else None
         rows = int(root.numel()) // strides[0] if rows is None else rows
@@ -551,8 +562,8 @@ class Builder:
     def _part_of_whole(
         self, root: fx.Node, memory: Slots, shape: Shape, ranges: Sequence[tuple[int, int]]
     ) -> Tensor:
-        """Ranges of the dimensions of a tensor of this shape, with an extent of 1 for each slot
-        that is None."""
+        """Ranges of the dimensions of a tensor of this shape.
+        With an extent of 1 for each slot that is None."""
         extents, given = iter(shape), iter(ranges)
         whole = tuple(1 if s is None else next(extents) for s in memory)
         key = (root, "whole", whole)
@@ -568,8 +579,9 @@ class Builder:
         return t
 
     def _strides(self, node: fx.Node, slots: Slots) -> list[int] | None:
-        """The stride of each slot of a view; None where elements of one are not equally far apart,
-        strides are no multiples of each other, or neighbours are no neighbours in memory."""
+        """The stride of each slot of a view.
+        None where elements of one are not equally far apart, strides are no multiples of each
+        other, or neighbours are no neighbours in memory."""
         t, value = fake(node), self.value(node)
         places: dict[Part, Any] = {}
         for d, dims in enumerate(value.dims):
@@ -609,8 +621,8 @@ class Builder:
         return shape
 
     def lengths(self, node: fx.Node, slots: Slots, offset: int, most: int) -> Tensor:
-        """An int32 input with these slots, ``node + offset`` at the call; more than ``most`` is
-        equivalent to ``most``."""
+        """An int32 input with these slots, ``node + offset`` at the call.
+        More than ``most`` is equivalent to ``most``."""
         key = (node, slots, offset, most)
         if key not in self._inputs:
             self._inputs[key] = self.g.new_input(self._shape_of(slots), torch.int32)
@@ -627,8 +639,8 @@ class Builder:
         return self._inputs[key]
 
     def index(self, node: fx.Node, operand: Any, limits: tuple[int, int]) -> tuple[Tensor, Slots]:
-        """An input of integers within these `limits`, as they are, with its slots. Raises
-        Unsupported if they are made from others in the region."""
+        """An input of integers within these `limits`, as they are, with its slots.
+        Raises Unsupported if they are made from others in the region."""
         source = self.of(operand).source
         if source is None:
             raise Unsupported(node, "takes an index that is computed beside it")
@@ -654,8 +666,8 @@ class Builder:
         return x
 
     def _type_of(self, t: torch.Tensor) -> torch.dtype:
-        """The element type in which a kernel reads a tensor; that of a condition does not change
-        the type of the numbers that it meets."""
+        """The element type in which a kernel reads a tensor.
+        That of a condition does not change the type of the numbers that it meets."""
         if t.dtype in INTEGERS:
             return torch.float32
         if t.dtype not in CONDITIONS:
@@ -676,8 +688,8 @@ class Builder:
         return made[t.index, place]
 
     def _parts_of(self, cut: tuple[int, int]) -> list[tuple[int, int]]:
-        """The operands that must be cut to a range where a value is cut along one dimension, and
-        the dimension of each; values by their index."""
+        """The operands that must be cut to a range where a value is cut along one dimension.
+        With the dimension of each; values by their index."""
         t, place = self.g.tensor(cut[0]), cut[1]
         node, args = t.node, [self.g.tensor(i) for i in t.node.inputs]
         if node.facets.permutes:
@@ -734,8 +746,8 @@ def _digits(number: int, weights: Sequence[int]) -> list[int]:
 
 
 def _along_a_dimension(t: Tensor) -> bool:
-    """True for a reduction along a dimension, a norm, a part, or elements that change places along
-    the last: any dimensions may stand in front."""
+    """True for operators in front of whose last dimensions any others may stand.
+    A reduction along a dimension, a norm, a part, or elements that change places along the last."""
     facets = t.node.facets
     composed = facets.composite and not (facets.integers or facets.one_type)
     return bool(facets.reduces) or facets.turns or facets.cuts or composed
@@ -758,8 +770,8 @@ def _in_memory(slots: Slots, stored: Sequence[Dims]) -> Slots:
 
 
 def of_rank(slots: Slots, t: Tensor) -> Slots:
-    """Slots of all dimensions of a tensor that `Builder.tensor` gave: extents of 1 are in front of
-    it or missing there."""
+    """Slots of all dimensions of a tensor that `Builder.tensor` gave.
+    Extents of 1 are in front of it or missing there."""
     missing = len(t.shape) - len(slots)
     return (None,) * missing + slots if missing >= 0 else slots[-missing:]
 
@@ -770,8 +782,8 @@ def _stripped(slots: Slots, rank: int = 0) -> Slots:
 
 
 def _permutation(have: Slots, want: Slots) -> list[int] | None:
-    """For each slot of ``want`` its place in ``have``; None if they are not the same ones. Leading
-    extents of 1 may be missing in ``want``."""
+    """For each slot of ``want`` its place in ``have``; None if they are not the same ones.
+    Leading extents of 1 may be missing in ``want``."""
     missing = len(have) - len(want)
     if missing < 0:
         return None

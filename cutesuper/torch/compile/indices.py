@@ -1,5 +1,5 @@
-"""``cutesuper::within(Tensor index, int first, int end) -> Tensor``: the check of indices in calls
-that the reference executor runs.
+"""``cutesuper::within(Tensor index, int first, int end) -> Tensor``: a check of indices.
+Calls that the reference executor runs have it.
 
 A kernel reads nothing outside of its tensors and makes rows of NaN of wrong indices. Without a GPU
 they are an error, as in PyTorch.

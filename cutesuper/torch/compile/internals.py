@@ -11,15 +11,19 @@
 * ``torch._inductor.decomposition``: decompositions of operators that ``torch.export`` leaves whole.
 * ``torch.autograd.Function.apply`` is replaced while a function is traced: ``torch.export`` looks
   through it, and its graph does not show that the function had a formula of its own.
+* ``torch.export._trace``: of a function that it cannot trace it prints the graph that there is.
 * ``torch._subclasses.fake_tensor``: shapes and strides of nodes added to a traced program are found
   like those of the others, with tensors without memory.
 * ``torch._export.utils``: the check that extents are those that a program was exported for.
+* ``grapharg.source`` of Dynamo's placeholders and ``desc`` of AOTAutograd's: the user's names of
+  arguments and parameters, for reports only.
 * ``SymInt.node.hint``: the size of a symbolic extent in the call that is compiled for; the
   documented ways to read it would add guards.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,8 +43,8 @@ InnerCompile = Callable[..., Any]
 def compile_with(
     gm: fx.GraphModule, inputs: Sequence[Any], inner: InnerCompile, patches: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo by Inductor and AOTAutograd, with ``inner`` for the graphs that
-    AOTAutograd makes of it."""
+    """Compile a graph of Dynamo by Inductor and AOTAutograd.
+    ``inner`` compiles the graphs that AOTAutograd makes of it."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -57,8 +61,8 @@ def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any
 
 
 def compile_for_trial(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
-    """The same without CUDA graphs of its own, for a recording; the strides of its results are not
-    those that AOTAutograd is told of."""
+    """The same without CUDA graphs of its own, for a recording.
+    The strides of its results are not those that AOTAutograd is told of."""
     from torch._guards import TracingContext
     from torch._inductor.utils import BoxedBool
 
@@ -81,13 +85,36 @@ def run_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
     return make_boxed_func(gm.forward)
 
 
+def argument_names(gm: fx.GraphModule) -> list[str]:
+    """The user's names of the arguments of a graph of Dynamo: ``x``, ``layers.0.weight``."""
+    return [_users(n) for n in gm.graph.nodes if n.op == "placeholder"]
+
+
+def _users(node: fx.Node) -> str:
+    """``L['self']._modules['norm']._parameters['weight']`` is ``norm.weight``."""
+    source = getattr(node.meta.get("grapharg"), "source", None) or getattr(
+        node, "_dynamo_source", None
+    )
+    name: Any = getattr(source, "name", node.name)
+    text = str(name() if callable(name) else name)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", text)
+    text = re.sub(r"^[LG]\['([^']+)'\]", r"\1", text)
+    return re.sub(r"^(?:self|fn)\.", "", text)  # Dynamo calls a module of PyTorch's own ``fn``
+
+
+def argument_name(names: Sequence[str], node: fx.Node) -> str:
+    """The user's name of an argument of a graph of AOTAutograd, given those of Dynamo's graph."""
+    index = getattr(node.meta.get("desc"), "idx", None)
+    return names[index] if isinstance(index, int) and index < len(names) else node.name
+
+
 _tracing = threading.RLock()
 
 
 @contextmanager
 def autograd_functions() -> Iterator[list[str]]:
-    """Collect the names of the ``torch.autograd.Function`` classes that are called meanwhile; one
-    thread at a time."""
+    """Collect the names of the ``torch.autograd.Function`` classes that are called meanwhile.
+    One thread at a time."""
     found: list[str] = []
     with _tracing:
         own = torch.autograd.Function.__dict__["apply"]
@@ -108,9 +135,9 @@ _POOLING = ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
 
 
 def decompositions(known: Callable[[object], bool]) -> Any:
-    """Decompositions of all operators but the known ones: those of ``torch.export``, and Inductor's
-    for operators that it leaves whole. Random operators stay whole, to draw what they draw in
-    PyTorch."""
+    """Decompositions of all operators but the known ones.
+    Those of ``torch.export``, and Inductor's for operators that it leaves whole. Random operators
+    stay whole, to draw what they draw in PyTorch."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = torch.export.default_decompositions()
@@ -130,8 +157,8 @@ def _draws(op: Any) -> bool:
 
 
 def needs_data(error: Exception) -> bool:
-    """True for the error of an operator that gives no numbers or shapes without data, whose text is
-    the name of the operator."""
+    """True for the error of an operator that gives no numbers or shapes without data.
+    Its text is the name of the operator."""
     from torch._subclasses import fake_tensor
 
     kinds = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
@@ -145,9 +172,22 @@ def decides_by_data(error: Exception) -> bool:
     return isinstance(error, GuardOnDataDependentSymNode)
 
 
+@contextmanager
+def without_prints() -> Iterator[None]:
+    """A context in which ``torch.export`` prints nothing; what it traces still does."""
+    from torch.export import _trace
+
+    own: Any = _trace
+    own.print = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del own.print
+
+
 def random_as_in_eager() -> AbstractContextManager[Any]:
-    """Keep random operators as they are in graphs: `run_eagerly` cannot run Inductor's own ones in
-    all versions."""
+    """Keep random operators as they are in graphs.
+    `run_eagerly` cannot run Inductor's own ones in all versions."""
     from torch._inductor import config
 
     return config.patch(fallback_random=True)
@@ -168,8 +208,7 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def forget_cuda_graphs() -> None:
-    """Forget CUDA graphs, as ``torch.compiler.reset`` asks of a backend that may have recorded
-    some."""
+    """Forget recorded CUDA graphs, as ``torch.compiler.reset`` asks of a backend."""
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()

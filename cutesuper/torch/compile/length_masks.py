@@ -33,9 +33,9 @@ _FILLED = ("added", "lowest")
 
 @dataclass(frozen=True)
 class First:
-    """The first key that each sequence sees, ``node + offset``; with ``causal`` that of the last
-    query, and one less for each one before it. More than ``most`` makes no difference. Without a
-    node it is a number, the same for all."""
+    """The first key that each sequence sees, ``node + offset``.
+    With ``causal`` that of the last query, and one less for each one before it. More than ``most``
+    makes no difference. Without a node it is a number, the same for all."""
 
     node: fx.Node | None
     offset: int
@@ -86,8 +86,8 @@ def mask_of(a: Arguments) -> Any:
 
 
 def mask_read(node: fx.Node) -> fx.Node | None:
-    """The mask that a node reads: that of attention, or one made of positions that is added to
-    scores; None if there is none."""
+    """The mask that a node reads; None if there is none.
+    That of attention, or one made of positions that is added to scores."""
     if node.target is torch.ops.aten.add.Tensor:
         return added_mask(node, arguments_of(node))
     if not _attends(node.target) or entry_of(node) is None:
@@ -102,8 +102,9 @@ def _attends(target: Any) -> bool:
 
 
 def added_mask(node: fx.Node, a: Arguments) -> fx.Node | None:
-    """The operand of a sum that is a mask of the other operand, which has its shape and stands
-    between two products, as scores do: only the loop of attention knows positions."""
+    """The operand of a sum that is a mask of the other operand.
+    It has the other's shape and stands between two products, as scores do: only the loop of
+    attention knows positions."""
     x, y, result = a["self"], a["other"], node.meta.get("val")
     if a["alpha"] != 1 or not all(isinstance(t, fx.Node) for t in (x, y)):
         return None
@@ -135,8 +136,8 @@ def _between_products(scores: fx.Node, masked: fx.Node) -> bool:
 
 
 def lengths_of(node: fx.Node) -> Lengths | None:
-    """The lengths, limits or tensors that the mask of a node is made of; None if it has no mask, or
-    one that is added to scores and made of anything but positions."""
+    """The lengths, limits or tensors that the mask of a node is made of.
+    None if it has no mask, or one that is added to scores and made of anything but positions."""
     mask = mask_read(node)
     if mask is None:
         return None
@@ -202,8 +203,8 @@ def _hides_nothing(n: Limit, queries: Any, keys: Any) -> bool:
 
 
 def _shows_one(ends: Sequence[Limit], starts: Sequence[Limit]) -> bool:
-    """True for an upper limit behind the first key, for every query, and behind a lower limit that
-    moves with it: of a row that sees no key the lowest number makes a mean of all of them."""
+    """True for an upper limit behind the first key, for every query, and behind a moving lower one.
+    Of a row that sees no key the lowest number makes a mean of all of them."""
     for n in ends:
         if not (n.known >= 1 if n.known is not None else n.begun and n.offset >= 1):
             return False
@@ -244,14 +245,14 @@ def reads(node: fx.Node) -> list[fx.Node]:
 
 
 def makers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that compute the masks of some nodes, without those that compute the positions, and
-    those that negate halves of what is turned."""
+    """The nodes that compute the masks of some nodes, and those that negate what is turned.
+    Without those that compute the positions; what is turned are halves."""
     return {n for node in nodes for n in _makers(node)}
 
 
 def unread(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that become unused if these have lengths in place of masks, and if what is turned
-    is read whole."""
+    """The nodes that become unused if these have lengths in place of masks.
+    And if what is turned is read whole."""
     nodes = set(nodes)
     found = makers(nodes)
     while True:

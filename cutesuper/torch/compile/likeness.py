@@ -49,8 +49,9 @@ class Likeness:
     _facts: dict[fx.Node, _Facts] = field(default_factory=dict)
 
     def of(self, nodes: Sequence[fx.Node]) -> Hashable:
-        """Everything that the kernel graph of some nodes depends on: what they compute, the views
-        in front of them, what masks and integers are made of, and who reads them."""
+        """Everything that the kernel graph of some nodes depends on.
+        Their operations, the views in front of them, the sources of masks and integers, and their
+        readers."""
         return tuple(_Description(self, frozenset(nodes)).rows(nodes))
 
     def facts(self, node: fx.Node) -> _Facts:

@@ -69,7 +69,7 @@ _cuts: dict[tuple[str, ...], int] = {}
 
 
 def halves(region: Region) -> tuple[Region, Region] | None:
-    """A region in two, cut where the work is halved and, of such places, the least data crosses;
+    """A region in two, cut where the work is halved and, of such places, the least data crosses.
     None if there is no place."""
     kind = (region.key, *(str(n.target) for n in region.nodes))
     place = _cuts.get(kind)
@@ -154,8 +154,8 @@ class _Growing:
         self.refused.setdefault(node, self._reason([node] if len(loose) > 1 else loose))
 
     def _placed(self, loose: Sequence[fx.Node], products: int = 0) -> bool:
-        """Put nodes that are in no region into regions that they read, or into a new one with at
-        least this many products."""
+        """Put nodes that are in no region into regions that they read, or into a new one.
+        A new one has at least this many products."""
         sources = {p for n in loose for p in _producers(n)}
         near = sorted({self._region[p] for p in sources if p in self._region})
         near = near or self._beside(loose)
@@ -172,8 +172,9 @@ class _Growing:
         return False
 
     def _with_scores(self, node: fx.Node) -> bool:
-        """Put a mask that is added to scores beside the product that makes these, taken out of its
-        region if that is in the way; False for another node, or if it cannot be done."""
+        """Put a mask that is added to scores beside the product that makes these.
+        The product is taken out of its region if that is in the way. False for another node, or if
+        it cannot be done."""
         if node.target is not torch.ops.aten.add.Tensor or lengths_of(node) is None:
             return False
         near = {self._region[p] for p in _producers(node) if p in self._region}
@@ -197,8 +198,8 @@ class _Growing:
         return True
 
     def _beside(self, nodes: Sequence[fx.Node]) -> list[int]:
-        """The regions of products that share their row operand with products among some nodes: as
-        for queries, keys and values, one launch reads it."""
+        """The regions of products that share their row operand with products among some nodes.
+        One launch reads it then, as for queries, keys and values."""
         found: set[int] = set()
         for rows in {r for n in nodes if (r := rows_of(n)) is not None}:
             readers = reachable(rows.users, lambda n: n.users if is_free(n) else ())
@@ -207,8 +208,8 @@ class _Growing:
         return sorted(found)
 
     def _moved_beside(self, numbers: Sequence[int]) -> list[int]:
-        """The regions without products that take results of the same regions: as for queries, keys
-        and values that get positions, or are put into a cache."""
+        """The regions without products that take results of the same regions.
+        As for queries, keys and values that get positions, or are put into a cache."""
         users = [u for n in numbers for u in self._after[n]]
         readers = reachable(users, lambda n: n.users if is_free(n) else ())
         found = {self._region[n] for n in readers if n in self._region} - {*numbers}

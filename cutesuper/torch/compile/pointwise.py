@@ -349,9 +349,15 @@ def _softplus(g: KernelGraph, x: Tensor, beta: float = 1, threshold: float = 20)
 
 
 def _xlogy(g: KernelGraph, x: Operand, y: Operand) -> Operand:
-    if not isinstance(y, Tensor):
-        raise Mismatch("takes a number where a tensor has to be")
-    return g.xlogy(x, y)
+    if isinstance(y, Tensor):
+        return g.xlogy(x, y)
+    if not 0 < y < inf:
+        raise Mismatch(f"takes the logarithm of {y}")
+    return g.mul(x, log(y))
+
+
+def _logit(g: KernelGraph, x: Tensor, eps: float | None = None) -> Operand:
+    return g.logit(x if eps is None else g.clamp(x, eps, 1.0 - eps))
 
 
 def _celu(g: KernelGraph, x: Tensor, alpha: float = 1.0) -> Operand:
@@ -491,7 +497,11 @@ enter_all({
     "aten.clamp_max.Tensor": Pointwise(
         ("self", "max"), lambda g, x, high: _between(g, x, None, high)),
     "aten.sign.default": _unary(_sign),
-    "aten.xlogy.Tensor": _binary(_xlogy),
+    **dict.fromkeys(
+        ("aten.xlogy.Tensor", "aten.xlogy.Scalar_Self", "aten.xlogy.Scalar_Other"),
+        _binary(_xlogy)),
+    "aten.hypot.default": _binary(lambda g, x, y: g.hypot(x, y)),
+    **dict.fromkeys(("aten.logit.default", "aten.special_logit.default"), _unary(_logit, "eps")),
     "aten.isnan.default": Pointwise(
         _X, lambda g, x: g.sub(1.0, _is_number(g, x)), (), True),
     "aten.clamp_min.default": _unary(_clamp, "min"),

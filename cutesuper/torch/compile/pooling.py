@@ -13,8 +13,8 @@ _aten = torch.ops.aten
 
 
 def _windows(x: Tensor, kernel: Sequence[int], stride: Sequence[int]) -> Tensor | None:
-    """The windows side by side, ``[N, C, out.., kernel..]``; None if they overlap, have gaps, or
-    leave elements out."""
+    """The windows side by side, ``[N, C, out.., kernel..]``.
+    None if they overlap, have gaps, or leave elements out."""
     first = x.dim() - len(kernel)
     pairs = list(zip(x.shape[first:], kernel, strict=True))
     if list(kernel) != list(stride) or any(not isinstance(n, int) or n % k for n, k in pairs):
@@ -47,8 +47,9 @@ def _largest(
     dims: int, x: Tensor, kernel_size: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> Any:  # fmt: skip
-    """``max_pool`` as a maximum along one dimension, whose gradient goes to the first of equal
-    elements, too; NotImplemented for windows that `_windows` does not know."""
+    """``max_pool`` as a maximum along one dimension.
+    Its gradient goes to the first of equal elements, too. NotImplemented for windows that
+    `_windows` does not know."""
     del ceil_mode
     kernel = _each(kernel_size, dims)
     windows = _windows(x, kernel, _each(stride, dims) or kernel)

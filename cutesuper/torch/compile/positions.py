@@ -149,8 +149,8 @@ def _computed(node: fx.Node) -> Marks | None:
 
 
 def _aligned(node: fx.Node, a: Arguments) -> fx.Node | None:
-    """The mask of which a node is a copy whose rows begin at multiples of 16 bytes, padded behind
-    and cut again, as PyTorch's memory-efficient attention has them."""
+    """The mask of which a node is a copy whose rows begin at multiples of 16 bytes.
+    Padded behind and cut again, as PyTorch's memory-efficient attention has them."""
     source = a["self"]
     if str(source.target) not in _PADS or a.get("start"):
         return None
@@ -226,8 +226,8 @@ def _padded(axes: tuple[str, ...], rank: int) -> tuple[str, ...]:
 
 
 def as_kind(x: Marks | None, kind: str) -> Condition | None:
-    """A condition that is true where keys are visible, or where they are hidden; None if it is
-    neither. A conjunction of several is only one of these."""
+    """A condition that is true where keys are visible, or where they are hidden.
+    None if it is neither. A conjunction of several is only one of these."""
     if not isinstance(x, Condition) or x.kind not in _NEGATED:
         return None
     if x.kind == kind:
@@ -272,8 +272,8 @@ def _last_count(x: Integers) -> int:
 
 
 def _limit(how: str, keys: Integers, bound: Integers, right: Any) -> Limit:
-    """The limit that a comparison of keys with a bound holds for: ``j + c <= n`` is ``j < n - c +
-    1``. A bound that is a number has the node that computes it."""
+    """The limit that a comparison of keys with a bound holds for.
+    ``j + c <= n`` is ``j < n - c + 1``. A bound that is a number has the node that computes it."""
     upper, more = _COMPARED[how]
     more -= keys.offset
     counts = "count" in bound.axes

@@ -141,8 +141,8 @@ def _lead(x: Value) -> Value:
 
 
 def multiplied(b: Builder, node: fx.Node, operand: Any, slots: Slots, rank: int = 2) -> Tensor:
-    """An operand of a product, in its element type in PyTorch: tensor cores round what they
-    multiply."""
+    """An operand of a product, in its element type in PyTorch.
+    Tensor cores round what they multiply."""
     t = b.tensor(node, operand, slots, rank=rank)
     if t.dtype.torch != fake(operand).dtype:
         raise Unsupported(
@@ -152,8 +152,8 @@ def multiplied(b: Builder, node: fx.Node, operand: Any, slots: Slots, rank: int 
 
 
 def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
-    """A product of two matrices. before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W
-    for each."""
+    """A product of two matrices; with a concatenated one, a sum of products.
+    before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W for each."""
     last, place = len(left.shape) - 1, len(right.shape) - 2
     if left.shape[last] == 1:
         return b.g.mul(left, right)  # columns by rows

@@ -72,8 +72,8 @@ def _bound(folder: Path) -> None:
 
 
 def found(graph: KernelGraph, options: pipeline.Options) -> Found | None:
-    """The choice that was recorded for a graph, verified and planned again; None if there is none,
-    if it is not valid any more, or if a program was tuned since."""
+    """The choice that was recorded for a graph, verified and planned again.
+    None if there is none, if it is not valid any more, or if a program was tuned since."""
     record = read(_about(graph, options)) if not tuned(graph, options) else None
     with suppress(CutesuperError, KeyError, TypeError, ValueError):
         return None if record is None else pipeline.chosen(graph, options, _candidate(record))

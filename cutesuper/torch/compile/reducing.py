@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import inf, prod
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from math import inf, log, prod
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import fx
 from cutesuper.ir.dims import extent, size
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.skeletons.rows.form import MAX_CLUSTER_ROW
 from cutesuper.skeletons.rows.schedule import MAX_ROW
 from cutesuper.torch.compile.factored_dims import (
@@ -52,8 +54,12 @@ SHORT = 8192
 #: least length of the parts of a row that no kernel holds
 PART = 4096
 
-#: the computation along one dimension, which stays with an extent of 1
+#: the computation along one dimension
 Along = Callable[[KernelGraph, Tensor, int], Tensor]
+#: that along several, in this order, which stay with extents of 1
+Over = Callable[[KernelGraph, Tensor, Sequence[int]], Tensor]
+#: the result along a dimension of that many equal elements, from one of them
+OfEqual = Callable[[KernelGraph, Tensor, int], Tensor]
 
 
 def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
@@ -65,10 +71,10 @@ def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
 
 
 def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
-    """The dimensions that are reduced, last ones first. Adjacent ones are one, except the last of
-    all where there are few rows: it is a row then, rows are reduced first, and where they meet
-    next. Rows that are too long for a kernel are divided, and their parts meet together with the
-    rows where they are few."""
+    """The dimensions that are reduced, last ones first.
+    Adjacent ones are one, except the last of all where there are few rows: it is a row then, rows
+    are reduced first, and where they meet next. Rows that are too long for a kernel are divided,
+    and their parts meet together with the rows where they are few."""
     runs: list[list[int]] = []
     last = len(x.dims) - 1
     many = _one_row(x, dims)
@@ -110,8 +116,8 @@ def _count(x: Value, dims: Sequence[int]) -> Any:
 
 
 def divided(row: Dims, alone: bool) -> list[Dims]:
-    """A row that no kernel holds as parts of rows, and the row of these parts; any other row as it
-    is.
+    """A row that no kernel holds as parts of rows, and the row of these parts.
+    Any other row as it is.
 
     before: a row of 393216; after: 48 parts of 8192, which are reduced first. A row whose length
     has no factor that suits stays as it is.
@@ -153,17 +159,27 @@ def _reduced(s: Shapes, node: fx.Node, a: Arguments) -> Value:
 
 
 def along(
-    b: Builder, node: fx.Node, t: Tensor, slots: Slots, dims: Sequence[Dims], f: Along
+    b: Builder,
+    node: fx.Node,
+    t: Tensor,
+    slots: Slots,
+    dims: Sequence[Dims],
+    f: Over,
+    of_equal: OfEqual | None = None,
 ) -> Built:
     """A value reduced along some dimensions, one group after the other, the last one first."""
-    for d in dims:
-        for group in reversed(b.groups(d)):
-            if group not in slots:
-                raise Unsupported(node, "reduces elements that repeat; sum before the expand")
-            place = slots.index(group)
-            t = f(b.g, t, place)
-            slots = (*slots[:place], None, *slots[place + 1 :])
-    return Built(t, slots)
+    places: list[int] = []
+    repeated = 1
+    for group in (group for d in dims for group in reversed(b.groups(d))):
+        if group in slots:
+            places.append(slots.index(group))
+        elif of_equal is None or not isinstance(n := b.extent(group), int):
+            raise Unsupported(node, "reduces elements that repeat; sum before the expand")
+        else:
+            repeated *= n
+    t = f(b.g, t, places) if places else t
+    t = t if of_equal is None or repeated == 1 else of_equal(b.g, t, repeated)
+    return Built(t, tuple(None if i in places else slot for i, slot in enumerate(slots)))
 
 
 def moments(
@@ -199,10 +215,12 @@ class Reduction(Entry):
     """A reduction along some dimensions, or all.
 
     Attributes:
-        formula: along one dimension.
+        formula: along dimensions.
+        of_equal: along a dimension of equal elements; None if that is refused.
     """
 
-    formula: Along
+    formula: Over
+    of_equal: OfEqual | None = None
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         dtype = fake(a["self"]).dtype
@@ -212,10 +230,8 @@ class Reduction(Entry):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         t, slots = whole_tensor(b, node, a["self"])
-        dims = b.shapes.runs[node]
-        if not any(b.groups(d) for d in dims):
-            return Built(b.g.mul(t, 1.0), slots)
-        return along(b, node, t, slots, dims, self.formula)
+        made = along(b, node, t, slots, b.shapes.runs[node], self.formula, self.of_equal)
+        return replace(made, tensor=b.g.mul(t, 1.0)) if made.tensor is t else made
 
 
 @dataclass(frozen=True)
@@ -248,7 +264,7 @@ class _Extreme(Reduction):
         place: along one dimension.
     """
 
-    place: Along
+    place: Over = field(kw_only=True)
     finds_places = True
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
@@ -262,7 +278,7 @@ class _Extreme(Reduction):
         return value, value
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
-        places = replace(self, formula=self.place)
+        places = replace(self, formula=self.place, of_equal=None)
         return super().build(b, node, a), Reduction.build(places, b, node, a) if reads_places(
             node
         ) else None
@@ -281,8 +297,8 @@ class _Truth(Reduction):
 
 
 class _Norm2(Reduction):
-    """The root of the sum of squares; the sum or the maximum of absolute values for the orders 1
-    and infinity."""
+    """The root of the sum of squares.
+    The sum or the maximum of absolute values for the orders 1 and infinity."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if self._order(a) not in (1.0, 2.0, inf):
@@ -613,46 +629,52 @@ class NativeLayerNorm(LayerNorm):
         return y, Built(mean, rows), Built(rstd, rows)
 
 
-def _sum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-    return g.sum(t, dim)
+def each(f: Along) -> Over:
+    """The computation along one dimension after the other."""
+    return lambda g, t, dims: reduce(partial(f, g), dims, t)
 
 
-def _mean(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-    return g.mean(t, dim)
+_sum = each(lambda g, t, dim: g.sum(t, dim))
+_mean = each(lambda g, t, dim: g.mean(t, dim))
 
 
-def _maximum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-    return g.max(t, dim)
+def _maximum(g: KernelGraph, t: Tensor, dims: Sequence[int]) -> Tensor:
+    return g.max(t, dims[0]) if len(dims) == 1 else g.apply("amax", t, dims=dims)
 
 
-def _minimum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-    """-max(-t); of -t it is -max(t), so that a minimum of minima is a maximum of maxima."""
-    x, *factor = map(g.tensor, t.node.inputs if t.node.facets.multiplies else (t.index,))
-    negative = factor and factor[0].node.attributes.get("value") == -1.0
-    return g.mul(g.max(x if negative else g.mul(t, -1.0), dim), -1.0)
+def _minimum(g: KernelGraph, t: Tensor, dims: Sequence[int]) -> Tensor:
+    return g.mul(_maximum(g, g.mul(t, -1.0), dims), -1.0)
 
 
-def _everywhere(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-    return g.sub(1.0, g.max(g.sub(1.0, t), dim))
+def _everywhere(g: KernelGraph, t: Tensor, dims: Sequence[int]) -> Tensor:
+    return g.sub(1.0, _maximum(g, g.sub(1.0, t), dims))
 
 
-def _place_of_most(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-    return g.argmax(t, dim)
+_place_of_most = each(lambda g, t, dim: g.argmax(t, dim))
+_place_of_least = each(lambda g, t, dim: g.argmax(g.mul(t, -1.0), dim))
 
 
-def _place_of_least(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-    return g.argmax(g.mul(t, -1.0), dim)
+def _same(g: KernelGraph, t: Tensor, n: int) -> Tensor:
+    return t
+
+
+def _times(g: KernelGraph, t: Tensor, n: int) -> Tensor:
+    return g.mul(t, float(n))
 
 
 def of_reduction(name: str) -> Reduction:
     """The entry of a reduction of the table of operators."""
-    return Reduction(lambda g, t, dim: g.apply(name, t, dim=dim))
+    op = TABLE[name]
+    of_equal = _same if op.averages or op.selects else _times if op.sums else None
+    return Reduction(each(lambda g, t, dim: g.apply(name, t, dim=dim)), of_equal)
 
 
 enter_all({
-    **dict.fromkeys(("aten.amin.default", "aten.min.default"), Reduction(_minimum)),
-    **dict.fromkeys(("aten.any.dim", "aten.any.dims", "aten.any.default"), _Truth(_maximum)),
-    **dict.fromkeys(("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere)),
+    **dict.fromkeys(("aten.amax.default", "aten.max.default"), Reduction(_maximum, _same)),
+    **dict.fromkeys(("aten.amin.default", "aten.min.default"), Reduction(_minimum, _same)),
+    **dict.fromkeys(("aten.any.dim", "aten.any.dims", "aten.any.default"), _Truth(_maximum, _same)),
+    **dict.fromkeys(
+        ("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere, _same)),
     **dict.fromkeys(
         ("aten.softmax.int", "aten._softmax.default", "aten.special_softmax.int"),
         _AlongOne(lambda g, t, d: g.softmax(t, d), lambda g, t, s: g.div(g.exp(t), s), of_one=1.0)),
@@ -660,11 +682,12 @@ enter_all({
         ("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int"),
         _AlongOne(
             lambda g, t, d: g.log_softmax(t, d), lambda g, t, s: g.sub(t, g.log(s)), of_one=0.0)),
-    "aten.max.dim": _Extreme(_maximum, _place_of_most),
-    "aten.min.dim": _Extreme(_minimum, _place_of_least),
+    "aten.max.dim": _Extreme(_maximum, place=_place_of_most),
+    "aten.min.dim": _Extreme(_minimum, place=_place_of_least),
     "aten.argmax.default": _Place(_place_of_most),
     "aten.argmin.default": _Place(_place_of_least),
-    "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),
+    "aten.logsumexp.default": Reduction(
+        each(lambda g, t, d: g.logsumexp(t, d)), lambda g, t, n: g.add(t, log(n))),
     "aten.linalg_vector_norm.default": _Norm2(_sum),
     "aten.norm.ScalarOpt_dim": _Norm2(_sum),
 })  # fmt: skip

@@ -17,14 +17,18 @@ E = TypeVar("E", bound=CutesuperError)
 
 #: errors that mean "no kernel for this graph"; others concern the options or the machine
 NO_KERNEL = (SearchError, LoweringError, ScheduleError)
-#: the end of messages about a part of a function
+#: the ends of messages about a part of a function that cannot be traced, or has no kernel
 REMEDY = (
-    'Leave it outside of the function, or use torch.compile(fn, backend="cutesuper"), which leaves '
-    "it to Inductor"
+    "Leave it outside of the function, or use "
+    'torch.compile(fn, backend="cutesuper"), which leaves it to Inductor'
+)
+REST = (
+    'Give it rest="torch", which leaves it to PyTorch, or use '
+    'torch.compile(fn, backend="cutesuper"), which leaves it to Inductor'
 )
 
 
-def refusal(kind: type[E], name: str, node: fx.Node, reason: str) -> E:
+def refusal(kind: type[E], name: str, node: fx.Node, reason: str, remedy: str = REST) -> E:
     """The error for a function that cannot be superoptimized.
 
     Args:
@@ -32,10 +36,11 @@ def refusal(kind: type[E], name: str, node: fx.Node, reason: str) -> E:
         name: of the function.
         node: the operator that is in the way.
         reason: why.
+        remedy: what helps.
     """
     lines = source_lines(node) or next(filter(None, map(source_lines, node.all_input_nodes)), [])
     where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
-    return _error(kind, f"superoptimize({name}): {node.target}{where}: {reason}")
+    return kind(f"superoptimize({name}): {node.target}{where}: {reason}. {remedy}")
 
 
 def without_kernel(
@@ -44,8 +49,9 @@ def without_kernel(
     error: SearchError | LoweringError | ScheduleError,
     target: Target | str | None,
 ) -> CutesuperError:
-    """The error for a region that no kernel can run: it names the first operator that none can run
-    by itself or, if only their combination fails, the lines of all.
+    """The error for a region that no kernel can run.
+    It names the first operator that none can run by itself or, if only their combination fails, the
+    lines of all.
 
     Args:
         name: of the function.
@@ -62,7 +68,7 @@ def without_kernel(
         if reason is not None:
             return refusal(type(error), name, node, reason)
     where = f", at {region.place}" if region.place else ""
-    return _error(type(error), f"superoptimize({name}){where}: {error}")
+    return type(error)(f"superoptimize({name}){where}: {error}. {REST}")
 
 
 def _reason(graph: KernelGraph, target: Target | str | None) -> str | None:
@@ -71,7 +77,3 @@ def _reason(graph: KernelGraph, target: Target | str | None) -> str | None:
     except NO_KERNEL as error:
         return str(error)
     return None
-
-
-def _error(kind: type[E], text: str) -> E:
-    return kind(f"{text}. {REMEDY}")

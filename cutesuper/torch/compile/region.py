@@ -8,7 +8,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import getitem
@@ -38,6 +38,7 @@ from cutesuper.torch.compile.graph_builder import (
     copied_order,
     explain,
     fake,
+    is_dense,
     memory_order,
 )
 from cutesuper.torch.compile.length_masks import reads
@@ -151,8 +152,8 @@ class Region:
 
     @property
     def forward_only(self) -> bool:
-        """True if PyTorch computes a part of it where gradients are recorded: rows of tables, to
-        which no kernel adds, and the largest elements along one dimension."""
+        """True if PyTorch computes a part of it where gradients are recorded.
+        Rows of tables, to which no kernel adds, and the largest elements along one dimension."""
         rows = any(n.facets.counts == Counts.ROWS for n in self.graph.nodes)
         return rows or any(is_extreme(n) for n in self.nodes)
 
@@ -280,8 +281,8 @@ def _visit(node: fx.Node, inside: _Inside, s: Shapes, order: list[fx.Node]) -> N
 
 
 def _is_number(node: fx.Node) -> bool:
-    """True for symbolic integers, which are arguments of views; the shape of the result gives
-    them."""
+    """True for symbolic integers, which are arguments of views.
+    The shape of the result gives them."""
     return isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
@@ -449,7 +450,7 @@ def _root(node: fx.Node) -> fx.Node | None:
     while is_free(root) and len(root.all_input_nodes) == 1:
         [root] = root.all_input_nodes
     val = root.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype != dtype or not val.is_contiguous():
+    if not isinstance(val, torch.Tensor) or val.dtype != dtype or not is_dense(val):
         return None
     return root if _shares_memory(val, fake(node)) else None
 
@@ -477,13 +478,23 @@ def places(nodes: Iterable[fx.Node]) -> str:
     return ", ".join(parts)
 
 
+def names_read(region: Region, name: Callable[[fx.Node], str]) -> Iterator[str]:
+    """The user's names of the tensors that a region reads, in the order of its graph.
+    ``name`` is that of an argument or a parameter; other tensors have the lines that make them."""
+    for operand in region.inputs:
+        node = operand.node
+        made = node.op == "call_function" and places([node])
+        range_ = f"[{operand.part[0]}:{operand.part[1]}]" if operand.part else ""
+        yield f"{f'a value of {made}' if made else name(node)}{range_}"
+
+
 #: parts of the names of files that are not the user's
 _NOT_THE_USERS = ("/torch/", "/cutesuper/torch/", "<eval_with_key>")
 
 
 def source_lines(node: fx.Node) -> list[tuple[str, int]]:
-    """File and line of every frame that a node was traced from, outermost first; those inside of
-    PyTorch and of this package's tracing, and generated code, are left out."""
+    """File and line of every frame that a node was traced from, outermost first.
+    Those inside of PyTorch and of this package's tracing, and generated code, are left out."""
     trace = node.meta.get("stack_trace") or ""
     found: list[tuple[str, int]] = []
     for row in trace.splitlines():

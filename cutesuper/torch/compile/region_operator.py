@@ -1,5 +1,6 @@
-"""The operators that compiled models call: ``cutesuper::region(str key, Tensor[] inputs)``, and
-``cutesuper::region_`` for regions that put rows into some of their inputs in place.
+"""The operators that compiled models call: ``cutesuper::region`` and ``cutesuper::region_``.
+Their signature is ``(str key, Tensor[] inputs)``; the second one is for regions that put rows into
+some of their inputs in place.
 
 A key contains its kernel graph, so any process can use it: code that calls the operator may come
 from a cache on disk, in a process where this package has never seen the model. Programs are made
@@ -48,8 +49,9 @@ _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_strid
 
 
 class Program:
-    """A kernel graph as the operator runs it: kernels on a GPU, a variant for each bucket of the
-    symbolic extent; the reference executor elsewhere.
+    """A kernel graph as the operator runs it.
+    Kernels on a GPU, a variant for each bucket of the symbolic extent; the reference executor
+    elsewhere.
 
     Attributes:
         graph: with `ROWS` for its symbolic extent, if it has one.
@@ -75,8 +77,8 @@ class Program:
 
     @property
     def most_rows(self) -> int:
-        """The largest symbolic extent that the kernels compiled so far allow; beyond it, offsets do
-        not fit into 32 bits."""
+        """The largest symbolic extent that the kernels compiled so far allow.
+        Beyond it, offsets do not fit into 32 bits."""
         return self._most_rows
 
     @property
@@ -119,8 +121,9 @@ class Program:
         return found
 
     def wanted(self, rows: int, target: Target) -> tuple[KernelGraph, pipeline.Options] | None:
-        """The search that `found` would begin, for another process; None if there is none, or if it
-        must be done in this one: others do not know the operators that were added to the table."""
+        """The search that `found` would begin, for another process.
+        None if there is none, or if it must be done in this one: others do not know the operators
+        that were added to the table."""
         bucket = self._bucket(rows)
         graph, options = self.graph.with_hints({ROWS: bucket}), self._options(target)
         here = (bucket, target.name) in self._found or added(names_of(graph))
@@ -189,8 +192,8 @@ class Program:
     def __call__(
         self, inputs: Sequence[torch.Tensor], places: Sequence[int] = ()
     ) -> list[torch.Tensor]:
-        """Run the program. Raises ShapeError, DTypeError, DeviceError, GraphError, OperatorError as
-        a `Kernel` does.
+        """Run the program.
+        Raises ShapeError, DTypeError, DeviceError, GraphError, OperatorError as a `Kernel` does.
 
         Args:
             inputs: of the graph.
@@ -297,8 +300,9 @@ _programs: Kept[str, Program] = Kept()
 
 
 def key_of(graph: KernelGraph, target: Target | None = None) -> str:
-    """The key of a graph: a hash of the rest of the key, the target's name, the graph itself, and
-    the definitions of operators that were added to the package's own.
+    """The key of a graph: a hash of all that decides its program.
+    The rest of the key, the target's name, the graph itself, and the definitions of operators that
+    were added to the package's own.
 
     Equal programs have equal keys, regardless of the names of inputs and of the symbolic extent.
 

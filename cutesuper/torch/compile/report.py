@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Literal
 
@@ -12,7 +13,7 @@ from cutesuper.ir.graph_text import aligned
 from cutesuper.report import narrow
 from cutesuper.torch.compile.case import Seconds
 from cutesuper.torch.compile.options import BackendOptions
-from cutesuper.torch.compile.region import places
+from cutesuper.torch.compile.region import names_read, places
 from cutesuper.torch.compile.selection import Decision, Verdict
 from cutesuper.torch.compile.whole import Whole
 
@@ -33,12 +34,14 @@ class RegionReport:
         operators: the number of its nodes in the graph.
         verdict: the decision.
         seconds: that deciding took; none for one that was decided before.
+        reads: the user's names of the tensors that are x0, x1 and so on of its kernels.
     """
 
     where: str
     operators: int
     verdict: Verdict
     seconds: Seconds = field(default_factory=Seconds)
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,21 @@ class Report:
 
 
 def graph_report(
-    phase: Phase, decisions: Sequence[Decision], refused: Mapping[fx.Node, str]
+    phase: Phase,
+    decisions: Sequence[Decision],
+    refused: Mapping[fx.Node, str],
+    name: Callable[[fx.Node], str] = str,
 ) -> GraphReport:
-    """The report of the decisions about a graph; its nodes still have their metadata."""
+    """The report of the decisions about a graph; its nodes still have their metadata.
+    ``name`` is the user's, of an argument of the graph."""
     regions = tuple(
-        RegionReport(d.region.place or UNKNOWN, len(d.region.nodes), d.verdict, d.seconds)
+        RegionReport(
+            d.region.place or UNKNOWN,
+            len(d.region.nodes),
+            d.verdict,
+            d.seconds,
+            tuple(names_read(d.region, name)),
+        )
         for d in decisions
     )
     groups: dict[str, list[fx.Node]] = {}
@@ -140,11 +153,11 @@ def _place(node: fx.Node) -> str:
 def _graph_text(number: int, graph: GraphReport) -> str:
     head = f"graph {number} ({graph.phase}): {graph.taken} of {len(graph.regions)} region(s) taken"
     head += f", decided in {graph.seconds:.1f} s"
-    rows = [_row(r) for r in graph.regions if r.verdict.predicted_us is not None]
+    groups = list(_groups(graph.regions))
+    rows = [_row(g) for g in groups if g.one.verdict.predicted_us is not None]
     lines = [head, *_whole_text(graph.whole), *(aligned([_HEAD, *rows]) if rows else [])]
     lines += _reasons(graph.regions)
-    lines += [f"  {r.where} {k}" for r in graph.regions if r.verdict.taken
-              for k in r.verdict.kernels]  # fmt: skip
+    lines += [line for g in groups if g.one.verdict.taken for line in _kernel_lines(g)]
     lines += [f"  outside, {o.operators} x {o.reason} ({_some(o.where)})" for o in graph.outside]
     return "\n".join(lines)
 
@@ -170,9 +183,10 @@ def _reasons(regions: Sequence[RegionReport]) -> list[str]:
 def _summary(graphs: Sequence[GraphReport]) -> list[str]:
     """The totals of a model: what is taken, what takes longest, what would help."""
     regions = [r for g in graphs for r in g.regions]
-    timed = sorted((r for r in regions if _times(r)), key=lambda r: -_times(r)[1])
-    taken = [_times(r) for r in timed if r.verdict.taken]
-    left = [r for r in timed if not r.verdict.taken]
+    groups = [g for graph in graphs for g in _groups(graph.regions)]
+    timed = sorted((g for g in groups if g.times), key=lambda g: -g.times[1])
+    taken = [g.times for g in timed if g.one.verdict.taken]
+    left = [g for g in timed if not g.one.verdict.taken]
     rest = sum(r.verdict.predicted_us is None and not r.verdict.taken for r in regions)
     outside = sum(o.operators for g in graphs for o in g.outside)
     seconds = sum(g.seconds for g in graphs)
@@ -181,22 +195,79 @@ def _summary(graphs: Sequence[GraphReport]) -> list[str]:
         ours, theirs = map(sum, zip(*taken, strict=True))
         lines.append(f"  taken: {ours:.1f} us, Inductor's code {theirs:.1f} us")
     if left:
-        lines.append(f"  left to Inductor: {sum(_times(r)[1] for r in left):.1f} us")
+        lines.append(f"  left to Inductor: {sum(g.times[1] for g in left):.1f} us")
     if rest:
         lines.append(f"  without a price: {rest} region(s), for the reasons below")
-    lines += [f"  takes long: {r.where}, {_times(r)[1]:.1f} us of Inductor's" for r in timed[:3]]
-    lines += [f"  would help: kernels for {r.where}, {r.verdict.reason}" for r in left[:1]]
+    lines += [f"  takes long: {g.where}, {g.times[1]:.1f} us of Inductor's" for g in timed[:3]]
+    lines += [f"  would help: kernels for {g.where}, {g.one.verdict.reason}" for g in left[:1]]
     return lines
 
 
-def _times(region: RegionReport) -> tuple[float, ...]:
-    """Microseconds of the kernels and of Inductor's: measured, else by the model; empty if
-    neither is known."""
-    v = region.verdict
-    for ours, theirs in ((v.measured_us, v.inductor_us), (v.predicted_us, v.baseline_us)):
-        if ours is not None and theirs is not None:
-            return ours, theirs
-    return ()
+@dataclass(frozen=True)
+class _Group:
+    """Regions of a graph that are alike, such as those of equal layers."""
+
+    regions: tuple[RegionReport, ...]
+
+    @property
+    def one(self) -> RegionReport:
+        """The first of them."""
+        return self.regions[0]
+
+    @property
+    def where(self) -> str:
+        """``model.py:12-14 x 16``."""
+        count = len(self.regions)
+        return self.one.where + (f" x {count}" if count > 1 else "")
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Microseconds of all kernels and of Inductor's: measured, else by the model.
+        Empty if neither is known."""
+        v, count = self.one.verdict, len(self.regions)
+        for ours, theirs in ((v.measured_us, v.inductor_us), (v.predicted_us, v.baseline_us)):
+            if ours is not None and theirs is not None:
+                return count * ours, count * theirs
+        return ()
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of the search, of compiling and of trials of all."""
+        return [sum(s) for s in zip(*(astuple(r.seconds) for r in self.regions), strict=True)]
+
+    @property
+    def reads(self) -> list[str]:
+        """Names of the tensors that all read: ``layers.*.weight``."""
+        return [_common(names) for names in zip(*(r.reads for r in self.regions), strict=False)]
+
+
+def _groups(regions: Sequence[RegionReport]) -> Iterator[_Group]:
+    """Regions of the same lines with the same verdict, in order of the first ones."""
+    found: dict[tuple[str, int, Verdict], list[RegionReport]] = {}
+    for r in regions:
+        found.setdefault((r.where, r.operators, r.verdict), []).append(r)
+    yield from (_Group(tuple(some)) for some in found.values())
+
+
+def _common(names: Sequence[str]) -> str:
+    """One name for several; before: ``h.0.weight``, ``h.1.weight``; after: ``h.*.weight``."""
+    parts = [name.split(".") for name in names]
+    if any(" " in name for name in names) or len({len(p) for p in parts}) > 1:
+        return " or ".join(dict.fromkeys(names))
+    return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=True))
+
+
+def _kernel_lines(group: _Group) -> Iterator[str]:
+    """The kernels of equal regions, with the user's names of what they read."""
+    reads = group.reads
+    names = {f"x{i}": name for i, name in enumerate(reads) if " " not in name}
+    kernels = group.one.verdict.kernels
+    for kernel in kernels:
+        text = re.sub(r"\bx\d+\b", lambda found: names.get(found[0], found[0]), kernel)
+        yield f"  {group.where} {text}"
+    others = [f"x{i} is {n}" for i, n in enumerate(reads) if f"x{i}" not in names]
+    if kernels and others:
+        yield f"    {', '.join(others)}"
 
 
 def _whole_text(whole: Whole | None) -> list[str]:
@@ -216,15 +287,16 @@ _HEAD = (
 )  # fmt: skip
 
 
-def _row(region: RegionReport) -> tuple[str, ...]:
-    v = region.verdict
+def _row(group: _Group) -> tuple[str, ...]:
+    """A row of the table; times are those of one region, and the seconds those of all."""
+    v = group.one.verdict
     return (
-        region.where,
-        str(region.operators),
+        group.where,
+        str(group.one.operators),
         str(len(v.kernels) or "-"),
         _pair(v.predicted_us, v.baseline_us),
         _pair(v.measured_us, v.inductor_us),
-        *(f"{s:.1f}" for s in astuple(region.seconds)),
+        *(f"{s:.1f}" for s in group.seconds),
         "taken" if v.taken else "left",
     )
 

@@ -99,8 +99,7 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def _us(node: fx.Node, target: Target) -> float:
-    """Microseconds of an operator of PyTorch: the time of its tensors in memory or of its products,
-    and a launch."""
+    """Microseconds of an operator of PyTorch: a launch, and its memory accesses or products."""
     moved = sum(map(_bytes, (t for n in (node, *node.all_input_nodes) for t in tensors_of(n))))
     seconds = max(moved / target.bandwidth, _flops(node) / target.tensor_flops)
     return seconds * 1e6 + target.launch_us

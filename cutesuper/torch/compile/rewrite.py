@@ -163,9 +163,9 @@ def _of_all(graph: fx.Graph, node: fx.Node, shape: list[int]) -> fx.Node:
 def _lengths_of(
     graph: fx.Graph, node: fx.Node, dtype: torch.dtype, offset: int, most: int
 ) -> fx.Node:
-    """Lengths, clamped before anything is added or narrowed, so that nothing overflows. A single
-    clamp is not used: Inductor decomposes those earlier, and has no code for one that comes
-    later."""
+    """Lengths, clamped before anything is added or narrowed, so that nothing overflows.
+    A single clamp is not used: Inductor decomposes those earlier, and has no code for one that
+    comes later."""
     if dtype is torch.int32 and not offset:
         return node
     node = graph.call_function(_aten.clamp_min.default, (node, -offset))

@@ -133,8 +133,9 @@ def _decision(case: Case) -> Decision:
 
 
 def _bounded(decision: Decision) -> Decision:
-    """Refuse a region with more rows than kernels can address. If their number is symbolic, the
-    comparison becomes a guard of the compiled model: with more it is compiled anew, and refused."""
+    """Refuse a region with more rows than kernels can address.
+    If their number is symbolic, the comparison becomes a guard of the compiled model: with more it
+    is compiled anew, and refused."""
     region, most = decision.region, program_of(decision.key).most_rows
     for o in region.inputs if decision.verdict.taken else ():
         if -1 in o.shape and o.part is None and o.lengths is None:
@@ -164,8 +165,8 @@ def _known_or_judged(case: Case) -> Verdict:
 
 
 def _recorded(record: Mapping[str, Any], case: Case) -> Verdict:
-    """A verdict of another process, with its kernels compiled or found on disk. Raises
-    CutesuperError, TypeError, KeyError."""
+    """A verdict of another process, with its kernels compiled or found on disk.
+    Raises CutesuperError, TypeError, KeyError."""
     values: dict[str, Any] = {**record, "kernels": tuple(record["kernels"])}
     verdict = Verdict(**values)
     if verdict.taken:
@@ -247,9 +248,9 @@ def _expected(verdict: Verdict) -> tuple[float, float]:
 
 
 def _within_reach(verdict: Verdict, case: Case, clock: measure.Device) -> Verdict:
-    """Refuse kernels, before they are compiled, whose modelled time is out of reach of the measured
-    time of Inductor's code. Those that the model expects to be faster need not be asked. Raises
-    MemoryError."""
+    """Refuse kernels, before they are compiled, whose modelled time is out of reach.
+    That is of the measured time of Inductor's code. Those that the model expects to be faster need
+    not be asked. Raises MemoryError."""
     ours, modelled = _expected(verdict)
     if ours < modelled:
         return verdict
@@ -308,8 +309,9 @@ def _not_timed(verdict: Verdict, error: RuntimeError) -> Verdict:
 def _compiled(
     module: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions
 ) -> measure.Call:
-    """Inductor's code for a module. Both sides of a comparison are compiled, so that moving tensors
-    to and from kernels is compiled too."""
+    """Inductor's code for a module.
+    Both sides of a comparison are compiled, so that moving tensors to and from kernels is compiled
+    too."""
     patches = {**options.inductor, "triton.cudagraphs": False}
     compiled = compile_with(module, inputs, compile_inner, patches)
     return lambda given: compiled(*given)

@@ -41,14 +41,14 @@ class Entry:
     finds_places: ClassVar[bool] = False
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
-        """False for arguments with which no kernel graph has the operator, so that it is as one
-        without an entry."""
+        """False for arguments with which no kernel graph has the operator.
+        It is then as one without an entry."""
         del node, a
         return True
 
     def free(self, a: Arguments) -> bool:
-        """True if the operator computes nothing (a view, a cast), so that its readers see through
-        it."""
+        """True if the operator computes nothing (a view, a cast).
+        Its readers see through it."""
         del a
         return False
 
@@ -66,8 +66,8 @@ class Entry:
         raise NotImplementedError
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
-        """The operator in the kernel graph (`Built`, or a tuple). Raises Unsupported, Mismatch and
-        errors of the graph."""
+        """The operator in the kernel graph (`Built`, or a tuple).
+        Raises Unsupported, Mismatch and errors of the graph."""
         raise NotImplementedError
 
 
@@ -197,7 +197,6 @@ _INSTEAD = {
     "aten.remainder.Tensor": "x - y * torch.floor(x / y)",
     "aten.fmod.Scalar": "x - y * torch.trunc(x / y)",
     "aten.fmod.Tensor": "x - y * torch.trunc(x / y)",
-    "aten.hypot.default": "torch.sqrt(x * x + y * y)",
     "aten.copysign.Tensor": "torch.where(y < 0, -x.abs(), x.abs())",
     "aten._trilinear.default": 'torch.einsum("bi,oij,bj->bo", x, weight, y)',
 }
@@ -249,8 +248,8 @@ def is_free(node: fx.Node) -> bool:
 
 
 def arguments_of(node: fx.Node) -> Arguments:
-    """The arguments of a node by name, defaults filled in; those of a function of Python
-    (``operator.getitem``) are ``a0``, ``a1``, ..."""
+    """The arguments of a node by name, defaults filled in.
+    Those of a function of Python (``operator.getitem``) are ``a0``, ``a1``, ..."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {f"a{i}": a for i, a in enumerate(node.args)}
     given = _parameters(node.target)

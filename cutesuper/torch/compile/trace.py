@@ -42,11 +42,13 @@ from cutesuper.torch.compile.internals import (
     decides_by_data,
     decompositions,
     needs_data,
+    without_prints,
 )
+from cutesuper.torch.compile.losses import LOSSES
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
 from cutesuper.torch.compile.refusals import NO_KERNEL, REMEDY, refusal, without_kernel
-from cutesuper.torch.compile.region import Region, source_lines
+from cutesuper.torch.compile.region import Region, names_read, source_lines
 from cutesuper.torch.compile.rest import (
     computed,
     elements,
@@ -159,28 +161,15 @@ class _Tracer:
         recorded: bool,
     ) -> Trace:  # fmt: skip
         """A trace, for calls that record gradients or not. Raises like `superoptimize_callable`."""
-        if watch.passing:
-            raise TraceError(
-                f"superoptimize({self.name}): {watch.passing} is an iterator, which gives "
-                "something else every time, and is read once where a function is traced; make what "
-                "it gives an argument"
-            )
-        # gradients are recorded to detect where the function disables that
-        recording = not watch.asks or torch.is_grad_enabled()
-        with torch.set_grad_enabled(recording):
-            observer = Observer(fn, watch.names)
-            module, stops = _exported(fn, self.name, args, kwargs, self.dynamic_shapes, observer)
-        if observer.change:
-            raise ChangesItself(observer.change)
-        if watch.hooked:
-            stops = stops or "a module has hooks that are called in the backward pass"
+        observer = Observer(fn, watch.names)
+        module, stops = self._program(fn, watch, args, kwargs, observer)
         regions, refused = regions_of(module, self.name, self.rest, recorded)
         if watch.seeds:
             _refuse_draws(module.graph, computed(regions), self.name)
         found = [pair for r in regions for pair in self._with_kernels(r, refused)]
         regions = tuple(region for region, _ in found)
         outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
-        traced = [TracedRegion(r.place, kernel, tuple(_reads(r))) for r, kernel in found]
+        traced = [TracedRegion(r.place, kernel, tuple(names_read(r, _name))) for r, kernel in found]
         for i, region in enumerate(traced):
             module.add_submodule(f"region_{i}", _Call(region.kernel))
         rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
@@ -204,11 +193,34 @@ class _Tracer:
             any(r.forward_only for r in regions),
         )
 
+    def _program(
+        self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
+        observer: Observer,
+    ) -> tuple[fx.GraphModule, str]:  # fmt: skip
+        """The program, and in words the part of it that changes gradients and not values.
+        Raises TraceError, ChangesItself for what cannot be traced."""
+        if watch.passing:
+            raise TraceError(
+                f"superoptimize({self.name}): {watch.passing} is an iterator, which gives "
+                "something else every time, and is read once where a function is traced; make what "
+                "it gives an argument"
+            )
+        # gradients are recorded to detect where the function disables that
+        recording = not watch.asks or torch.is_grad_enabled()
+        with torch.set_grad_enabled(recording):
+            module, stops = _exported(fn, self.name, args, kwargs, self.dynamic_shapes, observer)
+        if observer.change:
+            raise ChangesItself(observer.change)
+        if watch.hooked:
+            stops = stops or "a module has hooks that are called in the backward pass"
+        return module, stops
+
     def _with_kernels(
         self, region: Region, refused: dict[fx.Node, str]
     ) -> list[tuple[Region, Kernel]]:
-        """The region and its kernel; if it has none and the rest is PyTorch's, those of its halves
-        that have one; none of a region of single numbers. Reasons are added to ``refused``."""
+        """The region and its kernel.
+        If it has none and the rest is PyTorch's, those of its halves that have one; none of a
+        region of single numbers. Reasons are added to ``refused``."""
         if all(elements(n.meta["val"].shape) == 1 for n in region.border):
             refused.update(dict.fromkeys(region.nodes, "all tensors have one element"))
             return []
@@ -231,18 +243,15 @@ class _Tracer:
         return self.kernels[region.key]
 
 
-def _reads(region: Region) -> Iterator[str]:
-    """The names of the tensors that a region reads: of arguments, parameters, values of the
-    trace."""
-    for operand in region.inputs:
-        name = str(operand.node.target if operand.node.op == "get_attr" else operand.node.name)
-        yield name + (f"[{operand.part[0]}:{operand.part[1]}]" if operand.part else "")
+def _name(node: fx.Node) -> str:
+    """The user's name of an argument or a parameter."""
+    return str(node.target if node.op == "get_attr" else node.name)
 
 
 def _refuse_draws(graph: fx.Graph, inside: set[fx.Node], name: str) -> None:
-    """Raise TraceError for random numbers in a function that seeds them: seeds are set while it is
-    traced, and at no later call. Dropout that drops nothing is marked as random too, but it is free
-    or ``inside`` a region."""
+    """Raise TraceError for random numbers in a function that seeds them.
+    Seeds are set while it is traced, and at no later call. Dropout that drops nothing is marked as
+    random too, but it is free or ``inside`` a region."""
     for n in graph.nodes:
         random = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
         if random and n not in inside and not is_free(n):
@@ -250,12 +259,12 @@ def _refuse_draws(graph: fx.Graph, inside: set[fx.Node], name: str) -> None:
                 "draws random numbers, and the function seeds them, which a traced program would "
                 "not; make its generator, or the numbers, outside of the function"
             )
-            raise refusal(TraceError, name, n, reason)
+            raise refusal(TraceError, name, n, reason, REMEDY)
 
 
 def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
-    """Turn the tensors that the function finds by itself into arguments, so that they are read anew
-    at every call.
+    """Turn the tensors that the function finds by itself into arguments.
+    They are read anew at every call then.
 
     Returns:
         Their indices among the tensors that were found.
@@ -279,7 +288,7 @@ def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
 
 
 def _place(value: Any, watch: Watch) -> int | None:
-    """The index of a tensor among those that a function reads, with or without its gradient:
+    """The index of a tensor among those that a function reads, with or without its gradient.
     ``torch.export`` detaches those that are not parameters of the module."""
     if not isinstance(value, torch.Tensor):
         return None
@@ -315,11 +324,11 @@ def _exported(
     fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any,
     observer: Observer,
 ) -> tuple[fx.GraphModule, str]:  # fmt: skip
-    """The traced program, and the part of it that changes gradients and not values, in words, or
-    nothing."""
+    """The traced program, and the part of it that changes gradients and not values.
+    The part is in words, or nothing."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
     try:
-        with _quiet(), autograd_functions() as own, observer.observing(module):
+        with _quiet(), autograd_functions() as own, without_prints(), observer.observing(module):
             program = torch.export.export(
                 module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
@@ -340,12 +349,22 @@ def _exported(
         return program.module(**options), undifferentiable
 
 
+#: the beginnings of what Python says of arguments that a function does not have, or lacks
+_UNFIT = re.compile("missing a required|too many positional|got an unexpected|multiple values")
+
+
 def _why(error: Exception) -> str:
     """The reason of an error of PyTorch, and what to do."""
     if needs_data(error):
         return f"the result of {error} depends on data; leave it outside of the function"
     if not decides_by_data(error):
-        text = str(error).strip().rstrip(".")
+        # without PyTorch's advice to call other functions of its own
+        ends = r"\s+(?:The error above occurred|For more information about)"
+        text = re.split(ends, str(error))[0].strip().rstrip(".")
+        if "dynamic_shapes" in text:
+            return text
+        if isinstance(error, TypeError) and _UNFIT.match(text):
+            return f"its arguments do not fit: {text}"
         return (
             f"{text}; if the function itself raises with these arguments, mend that first. {REMEDY}"
         )
@@ -382,10 +401,11 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def _decompositions() -> Any:
-    """Decompositions of unknown operators: convolutions become products, pooling reductions, and
-    the operators of `cutesuper.ops` on rows their parts, which are fused with others."""
+    """Decompositions of unknown operators.
+    Convolutions become products, pooling reductions, and the operators of `cutesuper.ops` on rows
+    their parts, which are fused with others."""
     table = decompositions(is_known)
-    for operator, formula in {_convolution: pointwise, **POOLING, **FORMULAS}.items():
+    for operator, formula in {_convolution: pointwise, **POOLING, **LOSSES, **FORMULAS}.items():
         table[operator] = formula
     return table
 
@@ -625,8 +645,8 @@ class Lazy:
         return superoptimize_callable(self._fn, args, example_kwargs=kwargs, **self._options)
 
     def _opened(self, first: tuple[int, ...], args: Any, kwargs: Any) -> TracedProgram | None:
-        """A program for any rows where these arguments have others than the first ones of their
-        family; None if there is none."""
+        """A program for any rows where these arguments have others than their family's first ones.
+        None if there is none."""
         names: dict[tuple[int, int], Any] = {}
         before = iter(first)
 
@@ -663,22 +683,17 @@ class Lazy:
         """
         return self._latest("explain()").explain()
 
-    def draw(self, path: str | os.PathLike[str]) -> None:
-        """`TracedProgram.draw` of the program that was traced last. Raises TraceError if it has not
-        been called yet, or has several regions."""
-        self._latest("draw(path)").draw(path)
+    def draw(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """`TracedProgram.draw` of the program that was traced last.
+        Raises TraceError if it has not been called yet."""
+        return self._latest("draw(path)").draw(path)
 
     def export(
         self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None
     ) -> None:
-        """`TracedProgram.export` of the program that was traced last; without ``header``
-        `Kernel.export` of its kernel. Raises TraceError if it has not been called yet, or, without
-        ``header``, has several regions."""
-        program = self._latest("export(path)")
-        if header is None:
-            program.kernel.export(path)
-        else:
-            program.export(path, header=header)
+        """`TracedProgram.export` of the program that was traced last.
+        Raises TraceError if it has not been called yet."""
+        self._latest("export(path)").export(path, header=header)
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__qualname__", type(self._fn).__name__)

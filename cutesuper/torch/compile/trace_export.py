@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from operator import getitem
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.memory import Use, homes
 from cutesuper.runtime.program import Linked, wired, write_programs
+from cutesuper.torch.compile.region import places
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class _Reader(fx.Interpreter):
         with self.mode, torch.no_grad():
             value = super().run_node(n)
         if isinstance(value, torch.Tensor) and n.op != "placeholder":
-            self._part(value, f"{n.target} needs PyTorch at the call")
+            made = n.all_input_nodes[0] if n.target is getitem else n
+            self._part(value, f"{made.target} ({places([made])}) needs PyTorch at the call")
         return value
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -146,8 +149,9 @@ class _Reader(fx.Interpreter):
         return place
 
     def _part(self, value: torch.Tensor, why: str) -> tuple[int, int]:
-        """The place of a tensor's memory, and the element of it that the tensor begins at: as much
-        of it as it has elements, in their order, from a place on that kernels can load from."""
+        """The place of a tensor's memory, and the element of it that the tensor begins at.
+        As much of it as it has elements, in their order, from a place on that kernels can load
+        from."""
         place, start = self._places.get(value.untyped_storage()._cdata), value.storage_offset()
         size = value.dtype.itemsize
         if place is None or not value.is_contiguous() or size != self._kept[place].dtype.itemsize:
@@ -263,8 +267,8 @@ def _homes(wiring: Wiring, written: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def names_of(fn: Any, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Names of tensors that a function reads: those of a module's parameters and buffers,
-    ``read_1`` and so on for others."""
+    """Names of tensors that a function reads.
+    Those of a module's parameters and buffers, ``read_1`` and so on for others."""
     named: dict[int, str] = {}
     if isinstance(fn, nn.Module):
         named = {id(t): n for n, t in (*fn.named_buffers(), *fn.named_parameters())}

@@ -1,5 +1,4 @@
-"""The readable report of a traced program: totals first, then what PyTorch computes, then the
-regions."""
+"""The readable report of a traced program: totals, then PyTorch's part, then the regions."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ def _totals(regions: Sequence[TracedRegion], rest: float) -> Iterator[str]:
 
 
 def _certainty(kernels: Sequence[Kernel]) -> str:
-    """How sure it is that all regions are right."""
+    """The certainty that all regions are right."""
     bounds = [v.bound_log2 for k in kernels if (v := k.variant.verification) is not None]
     known = [b for b in bounds if b is not None]
     text = f"{len(bounds)} of {len(kernels)} region(s) verified over finite fields"

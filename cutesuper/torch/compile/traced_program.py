@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.ir.arguments import as_path
 from cutesuper.runtime.calling import Picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.torch.compile.call_form import Border, Form, border_of, form_of, stand_ins, state_of
@@ -163,21 +165,21 @@ class TracedProgram:
 
     @property
     def regions(self) -> tuple[TracedRegion, ...]:
-        """Regions of the program that ran last, each with its own kernel graph; views connect
-        them."""
+        """Regions of the program that ran last, each with its own kernel graph.
+        Views connect them."""
         return self._latest.regions
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Operators that stay with PyTorch, with the user's lines: those that compute no numbers
-        (copies, sorting, masks, positions), calls of `cutesuper.ops`, which run kernels of their
-        own, and with ``rest="torch"`` all that no kernel computes."""
+        """Operators that stay with PyTorch, with the user's lines.
+        Those that compute no numbers (copies, sorting, masks, positions), calls of `cutesuper.ops`,
+        which run kernels of their own, and with ``rest="torch"`` all that no kernel computes."""
         return tuple(dict.fromkeys(map(str, self._latest.outside)))
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The program that ran last: a function of the flat arguments and the other tensors that it
-        reads."""
+        """The program that ran last.
+        A function of the flat arguments and the other tensors that it reads."""
         return self._latest.module
 
     @property
@@ -195,17 +197,39 @@ class TracedProgram:
         return self.regions[0].kernel
 
     def explain(self) -> str:
-        """Totals, what PyTorch computes, and for each region its place, its tensors, and how its
-        program was found, verified and priced."""
+        """Totals, what PyTorch computes, and the regions.
+        Of each its place, its tensors, and how its program was found, verified and priced."""
         return trace_text(self._name, self.regions, self._latest.outside)
 
-    def draw(self, path: str | os.PathLike[str]) -> None:
-        """`Kernel.draw` of its kernel. Raises TraceError if there are several regions."""
-        self.kernel.draw(path)
+    def draw(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """`Kernel.draw` of the kernel of each region.
 
-    def export(self, path: str | os.PathLike[str], *, header: str | os.PathLike[str]) -> None:
-        """Write the program that ran last as a shared library for C and C++, all kernels and the
-        tensors between them inside; see `Kernel.export`.
+        Args:
+            path: of the file; of several regions each has its own, ``program.0.html``,
+                ``program.1.html`` and so on for ``program.html``, with the numbers of `explain`.
+
+        Returns:
+            The files.
+
+        Raises:
+            FormatError: as for `Kernel.draw`.
+            TraceError: there is no region.
+        """
+        if not self.regions:
+            raise TraceError(f"{self._name}: no kernel computes any of it, so nothing can be drawn")
+        file = Path(as_path("draw", path))
+        files = [file.with_name(f"{file.stem}.{i}{file.suffix}") for i in range(len(self.regions))]
+        files = [file] if len(files) == 1 else files
+        for region, name in zip(self.regions, files, strict=True):
+            region.kernel.draw(name)
+        return tuple(files)
+
+    def export(
+        self, path: str | os.PathLike[str], *, header: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Write the program that ran last as a shared library for C and C++.
+        All kernels and the tensors between them are inside; without ``header`` it is what
+        `Kernel.export` of its only kernel writes, for `cutesuper.load`.
 
         Its tensors are the arguments, then those that the function reads (parameters), then the
         results.
@@ -215,13 +239,20 @@ class TracedProgram:
             header: of a file to write; for ``x.h`` the functions are ``x_run`` and others.
 
         Raises:
-            TraceError: PyTorch computes a part of it; says which.
+            TraceError: PyTorch computes a part of it, says which; several regions and no header.
             FormatError: ``path`` is not the name of a file, or ``header`` no name in C.
             CompileError: no C compiler or no static CUDA runtime to link with, or a file cannot be
                 written.
         """
         from cutesuper.torch.compile.trace_export import export_trace, names_of
 
+        if header is None:
+            if len(self.regions) != 1:
+                raise TraceError(
+                    f"export({self._name}): it has {len(self.regions)} regions, which one library "
+                    "holds with functions for C only: give it header=, as header='x.h'"
+                )
+            return self.kernel.export(path)
         trace, tensors = self._latest, self._latest.read(self._now[0].tensors)
         names = names_of(self._fn, tensors)
         read = {f"read_{i}": pair for i, pair in enumerate(zip(names, tensors, strict=True), 1)}
@@ -358,8 +389,9 @@ class TracedProgram:
         self, watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
         shapes: Sequence[torch.Size], recorded: bool = False,
     ) -> tuple[Watch, Trace]:  # fmt: skip
-        """A trace, and the values that the function read. Values that a first call makes for later
-        ones, such as a table in an attribute, are made in a call without tracing."""
+        """A trace, and the values that the function read.
+        Values that a first call makes for later ones, such as a table in an attribute, are made in
+        a call without tracing."""
         leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
         given, named = pytree.tree_unflatten(stand_ins(leaves, watch.tensors, shapes), structure)
         try:

@@ -56,8 +56,8 @@ class Sample:
 
     @cached_property
     def module(self) -> fx.GraphModule:
-        """The region's nodes as a module: takes their operands, returns a tuple of results used
-        outside."""
+        """The region's nodes as a module.
+        It takes their operands and returns a tuple of the results used outside."""
         return fx.GraphModule({}, self._alone[0])
 
     @cached_property
@@ -103,8 +103,9 @@ class Sample:
     # -------------------------------------------------------------------------------- tensors
 
     def draw(self, seed: int, positive: bool = False) -> list[Any]:
-        """Inputs of ``module``: normal numbers, scaled so that products stay of order 1; lengths of
-        at least 1; logarithms of the sums of as many weights of attention as there are keys.
+        """Inputs of ``module``: normal numbers, scaled so that products stay of order 1.
+        Lengths of at least 1; logarithms of the sums of as many weights of attention as there are
+        keys.
 
         Args:
             seed: of the generator.
@@ -162,9 +163,9 @@ class Sample:
 
 
 def lengths_in(region: Region) -> dict[fx.Node, tuple[int, int]]:
-    """The least and the largest value of each tensor of lengths with which every query sees a key,
-    and none sees more keys than there are. What is seen begins with the first key, unless nothing
-    else is hidden, or the integers are lengths as well."""
+    """The least and the largest value of each tensor of lengths with which masks are valid.
+    Every query sees a key, and none sees more keys than there are. What is seen begins with the
+    first key, unless nothing else is hidden, or the integers are lengths as well."""
     g, found = region.graph, dict[fx.Node, tuple[int, int]]()
     starts = dict[fx.Node, tuple[int, int]]()
     for place, o in enumerate(region.inputs):
@@ -287,8 +288,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _scales(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Scales of the second operands of products: the root of the number of products that are
-    summed."""
+    """Scales of the second operands of products: the root of the number of summed products."""
     found: dict[fx.Node, float] = {}
     for node in graph.nodes:
         if node.target not in _PRODUCTS:
@@ -302,8 +302,8 @@ def _scales(graph: fx.Graph) -> dict[fx.Node, float]:
 
 
 def _sums(graph: fx.Graph) -> dict[fx.Node, float]:
-    """For the logarithms of sums that backward passes of attention read, that of the number of
-    keys: weights are then at most of order 1, as behind a forward pass."""
+    """The logarithm of the number of keys for each logsumexp that backward passes read.
+    Weights are then at most of order 1, as behind a forward pass."""
     found: dict[fx.Node, float] = {}
     for node in graph.nodes:
         if isinstance(entry_of(node), AttentionBackward):

@@ -56,8 +56,8 @@ def _operand(a: Arguments) -> Any:
     "prims.convert_element_type.default",
 )  # fmt: skip
 class Same(_Free):
-    """A cast, which keeps the values; all is computed in float32, whatever the type between
-    operators."""
+    """A cast, which keeps the values.
+    All is computed in float32, whatever the type between operators."""
 
     changes = True
 
@@ -353,8 +353,8 @@ class Unbind(Select):
 
 
 def turned(node: fx.Node) -> fx.Node | None:
-    """x of a concatenation ``[-b, a]`` of the halves ``[a, b]`` of its last dimension, as rotary
-    positions have it; None for any other node."""
+    """The operand x of a concatenation ``[-b, a]`` of the halves ``[a, b]`` of its last dimension.
+    Rotary positions have it. None for any other node."""
     if node.target is not torch.ops.aten.cat.default:
         return None
     a = arguments_of(node)
@@ -403,8 +403,8 @@ def _range_of(node: Any) -> tuple[fx.Node, int, int, int] | None:
 
 @enter("aten.cat.default")
 class Cat(Entry):
-    """Tensors that are concatenated; a computation on the result is one on each part. Halves that
-    change places are one operator on the whole."""
+    """Tensors that are concatenated; a computation on the result is one on each part.
+    Halves that change places are one operator on the whole."""
 
     def reads(self, node: fx.Node, a: Arguments) -> list[fx.Node]:
         whole = turned(node)

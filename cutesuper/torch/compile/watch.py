@@ -121,8 +121,8 @@ class Watch:
 
 
 class Observer:
-    """An observer of the changes that a function makes while it is traced: ``torch.export``
-    restores attributes of modules at its end.
+    """An observer of the changes that a function makes while it is traced.
+    ``torch.export`` restores attributes of modules at its end.
 
     Attributes:
         change: the first change, in words; nothing if there is none.

@@ -181,8 +181,8 @@ class _Trial:
 
 
 def variant(gm: fx.GraphModule, taken: Sequence[Decision]) -> fx.GraphModule:
-    """A copy of a graph in which some regions are calls of their kernels, to be timed: its inputs
-    that are integers keep their values."""
+    """A copy of a graph in which some regions are calls of their kernels, to be timed.
+    Its inputs that are integers keep their values."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(gm.graph, new)).meta = dict(gm.graph.output_node().meta)
     calls = [Call(moved(d.region, new), region_operator, (d.key,), region_in_place) for d in taken]

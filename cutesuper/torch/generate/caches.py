@@ -30,8 +30,8 @@ class Ring(StaticLayer):
     values: Any
 
     def fill(self, layer: Any, written: int) -> None:
-        """Take over the keys and values of a prompt of ``written`` positions from a window layer,
-        which has the last ones in order if it holds fewer."""
+        """Take over the keys and values of a prompt of ``written`` positions from a window layer.
+        The layer has the last ones in order if it holds fewer."""
         shift = written if written > self.max_cache_len else 0
         keys, values = (t.roll(shift, 2) for t in (layer.keys, layer.values))
         if not self.is_initialized:
@@ -113,8 +113,8 @@ class Caches:
         return made if kinds else made["sliding_attention"]
 
     def _mask(self, keys: int, place: Tensor, padding: Tensor | None, like: Tensor) -> Any:
-        """The mask of layers with this many columns, of which each holds the latest position that
-        belongs there."""
+        """The mask of layers with this many columns.
+        Each holds the latest position that belongs there."""
 
         def begun(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
             latest = place - (place - k) % keys  # below 0: nothing yet, behind the query

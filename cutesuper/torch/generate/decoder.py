@@ -221,8 +221,8 @@ class Decoder:
 
 
 def _shown(input_ids: Tensor, attention_mask: Any) -> Tensor:
-    """A mask of the prompts, 0 at padding. Raises ShapeError if it has another shape, or padding
-    that is not on the left."""
+    """A mask of the prompts, 0 at padding.
+    Raises ShapeError if it has another shape, or padding that is not on the left."""
     if attention_mask is None:
         return torch.ones_like(input_ids)
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:

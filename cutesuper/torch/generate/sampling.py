@@ -53,8 +53,8 @@ class Sampling:
         return (place if tokens is None else tokens.gather(-1, place))[:, 0]
 
     def _left(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores of the tokens that may be drawn, the others -inf, and these tokens in order; None
-        for all in their own order."""
+        """Scores of the tokens that may be drawn, the others -inf, and these tokens in order.
+        None for all in their own order."""
         if self.top_k is None and self.top_p == 1.0:
             return scores, None
         if self.top_k is None:

@@ -1,6 +1,6 @@
-"""Classes of calls that share kernels: the extent that those are optimized for, as data in
-``schedules/*/ops.json``; as measured on one architecture, since graphs are made before a device is
-known."""
+"""Classes of calls that share kernels: the extent that those are optimized for.
+Data in ``schedules/*/ops.json``, as measured on one architecture, since graphs are made before a
+device is known."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ _EVEN = 4
 
 
 def row_length(count: int) -> int:
-    """Elements of a row of a tensor that has this many; 2 for a single one, since no kernel has
-    rows of one."""
+    """Elements of a row of a tensor that has this many.
+    2 for a single one, since no kernel has rows of one."""
     row = math.gcd(count, ROW)
     return row if row >= LEAST else max(count, 2)
 

@@ -1,5 +1,5 @@
-"""Programs on a device with the inputs that their outputs may replace: for callers that write sums
-and parameters in place."""
+"""Programs on a device with the inputs that their outputs may replace.
+For callers that write sums and parameters in place."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def program_of(
     device: torch.device,
     scattered: tuple[str, ...] = (),
 ) -> Program:
-    """The program of a kind of calls on a device: kernels on a GPU, the reference executor
-    elsewhere.
+    """The program of a kind of calls on a device.
+    Kernels on a GPU, the reference executor elsewhere.
 
     Args:
         call: the operator, for messages.

@@ -72,8 +72,8 @@ if not {"q_length", "q_offset", "allow_is_causal_skip"} <= set(_MASK.parameters)
 
 
 def mask_of(*args: Any, **options: Any) -> Tensor | None:
-    """The mask of ``sdpa_mask`` of transformers; one of the keys up to the query carries their
-    numbers."""
+    """The mask of ``sdpa_mask`` of transformers.
+    One of the keys up to the query carries their numbers."""
     given = _MASK.bind(*args, **options)
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not traced and _is_captured(torch.device(given.arguments.get("device", "cpu"))):
@@ -227,8 +227,8 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _in_longer_cache(query: Tensor, key: Tensor) -> bool:
-    """True if one query sees all keys, and these are the beginning of a longer cache, so that
-    kernels do not depend on their number."""
+    """True if one query sees all keys, and these are the beginning of a longer cache.
+    Kernels do not depend on their number then."""
     if torch.compiler.is_compiling() or query.shape[2] != 1:
         return False
     try:
@@ -238,8 +238,8 @@ def _in_longer_cache(query: Tensor, key: Tensor) -> bool:
 
 
 def _attend(sides: _Sides, call: dict[str, Any]) -> Tensor | None:
-    """`cutesuper.ops.attention` with some options; None if it has no kernels for these
-    arguments."""
+    """`cutesuper.ops.attention` with some options.
+    None if it has no kernels for these arguments."""
     query, key, value = sides
     if order_of(query) is None:
         query = query.contiguous()

@@ -129,8 +129,8 @@ def _timed(program: Function, function: Function, inputs: list[Tensor]) -> Found
 
 
 def _recorded_us(functions: Sequence[Function], inputs: list[Tensor]) -> list[float] | None:
-    """Microseconds of each on the GPU alone, with inputs from memory; None if there is no memory
-    for copies of them, where the time of calls decides for both."""
+    """Microseconds of each on the GPU alone, with inputs from memory.
+    None if there is no memory for copies of them, where the time of calls decides for both."""
     calls = [lambda given, f=f: f(*given) for f in functions]
     try:
         with torch.cuda.device(inputs[0].device):

@@ -1,4 +1,4 @@
-"""Logits that nobody has asked for yet, of the last layer of a language model in training.
+"""Logits of the last layer of a language model in training, made when they are asked for.
 
 before::
 

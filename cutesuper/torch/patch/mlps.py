@@ -41,8 +41,7 @@ WIDTH, HIDDEN, ROWS = 16, 24, 6
 
 @dataclass(frozen=True)
 class WholeMLP:
-    """A gated MLP as a function of a tensor and the matrices of its layers, each followed by its
-    bias.
+    """A gated MLP as a function of a tensor and its layers' matrices, each before its bias.
 
     Attributes:
         activation: of the gate.

@@ -101,8 +101,7 @@ def patch(
     attention: bool = True,
     loss: bool = True,
 ) -> Patch:
-    """Let the norms, gated MLPs, projections, the attention and the loss of a model compute with
-    cutesuper.
+    """Let a model compute its norms, gated MLPs, projections, attention and loss with cutesuper.
 
     Modules are recognized by their results, not by their names: copies are called on random
     numbers, and so is each replacement before it is installed. Parameters, ``state_dict``, hooks
@@ -181,9 +180,9 @@ def _replaced(made: Patch, kind: ModuleType, path: str, module: nn.Module) -> En
 
 
 def register_attention() -> None:
-    """Make ``attn_implementation="cutesuper"`` known to transformers: `cutesuper.ops.attention`
-    for training, prompts without a mask, and decoding with a cache of fixed length, else
-    ``"sdpa"``. `patch` does this by itself.
+    """Make ``attn_implementation="cutesuper"`` known to transformers.
+    `cutesuper.ops.attention` for training, prompts without a mask, and decoding with a cache of
+    fixed length, else ``"sdpa"``. `patch` does this by itself.
 
     Raises:
         PatchError: transformers is not installed, or too old.

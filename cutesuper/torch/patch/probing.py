@@ -1,5 +1,5 @@
-"""Probing of modules: calling copies on random numbers to determine their computation, and to check
-what replaces them.
+"""Probing of modules: calls of copies on random numbers.
+They determine what a module computes, and check what replaces it.
 
 Probing has no side effects: hooks do not run, random number generators keep their state, and the
 module itself is not called.

@@ -138,8 +138,9 @@ class Projections:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """True if a module may be attention: the first three of its four or more layers have one number
-    of inputs; the second and third have one number of outputs, which divides the first's."""
+    """True if a module may be attention, by the sizes of its layers.
+    The first three of its four or more layers have one number of inputs; the second and third have
+    one number of outputs, which divides the first's."""
     layers = [m for m in module.children() if isinstance(m, nn.Linear)]
     if len(layers) < 4 or len({m.in_features for m in layers[:3]}) != 1:
         return False
@@ -155,8 +156,8 @@ CROSSED = (
 
 
 def is_crossed(model: nn.Module, path: str) -> bool:
-    """True if a candidate attends to other states than its own: its owner is called with the states
-    of an encoder, and has another candidate before this one."""
+    """True if a candidate attends to other states than its own.
+    Its owner is called with the states of an encoder, and has another candidate before this one."""
     owner = model.get_submodule(path.rpartition(".")[0])
     if "encoder_hidden_states" not in inspect.signature(owner.forward).parameters:
         return False

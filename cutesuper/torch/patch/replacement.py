@@ -20,12 +20,12 @@ _MADE = "_cutesuper_made"
 
 
 class Replacement:
-    """Base of the classes put in front of the original one: its ``forward`` is ours, and calls
-    ``super().forward`` for unsupported calls."""
+    """Base of the classes put in front of the original one.
+    Its ``forward`` is ours, and calls ``super().forward`` for unsupported calls."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by base classes: subclasses are made on demand, so pickle cannot find them by
-        name."""
+        """Pickle by base classes.
+        Subclasses are made on demand, so pickle cannot find them by name."""
         make, args, *state = super().__reduce_ex__(protocol)
         if make is copyreg.__newobj__ and is_own(self):  # type: ignore[attr-defined]
             make, args = _new, (*type(self).__bases__, *args[1:])

@@ -29,8 +29,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """The modules that were replaced and left; ``str`` of it is a table, with one line for equal
-    layers.
+    """The modules that were replaced and left.
+    ``str`` of it is a table, with one line for equal layers.
 
     Attributes:
         entries: in the order of the model.

@@ -46,8 +46,8 @@ def _plain_mlps(model: nn.Module, claimed: Collection[str]) -> Iterator[str]:
 
 
 def _extents(module: nn.Module) -> tuple[int, int] | None:
-    """Features that a layer takes and makes; None for another module. (The weight of ``Conv1D`` of
-    transformers is a linear layer's, transposed.)"""
+    """Features that a layer takes and makes; None for another module.
+    (The weight of ``Conv1D`` of transformers is a linear layer's, transposed.)"""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     weight = getattr(module, "weight", None)

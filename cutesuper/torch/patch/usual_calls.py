@@ -47,6 +47,6 @@ def are_alike(x: Any, *others: Any) -> bool:
 
 
 def version(t: Tensor) -> int:
-    """Version counter of a tensor, incremented by writes; 0 for inference tensors, which have
-    none."""
+    """Version counter of a tensor, incremented by writes.
+    0 for inference tensors, which have none."""
     return 0 if t.is_inference() else t._version

@@ -73,8 +73,8 @@ class Consumer:
 
     @cute.jit
     def run(self, here, lead, first, count):
-        """Walk the key tiles of this warpgroup, then combine and store; ``lead`` is its first
-        stage, ``first`` and ``count`` (Int32) are those of the block."""
+        """Walk the key tiles of this warpgroup, then combine and store.
+        ``lead`` is its first stage, ``first`` and ``count`` (Int32) are those of the block."""
         k = self.k
         cores = k.cores.open(here.memory.cores, k.warpgroups, k.plan.product_registers, k.dependent)
         chain = self.chain(cores, here)
@@ -152,9 +152,9 @@ class Consumer:
 
     @cute.jit
     def overlapped(self, chain, here, lead, keys, steps):
-        """Multiply the next tile's scores before this tile's weights, so that exponentials are
-        computed during a product: 14.5 -> 13.9 us at 16x256 rows and 4096 keys, with lazy
-        rescaling."""
+        """Multiply the next tile's scores before this tile's weights.
+        Exponentials are then computed during a product: 14.5 -> 13.9 us at 16x256 rows and 4096
+        keys, with lazy rescaling."""
         cores, key_ring, value_ring = chain.cores, here.memory.key_ring, here.memory.value_ring
         group = here.group
         at = Slot(Int32(0) + lead, Int32(0))

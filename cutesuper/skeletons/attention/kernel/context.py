@@ -1,5 +1,6 @@
-"""Facts that the parts of an attention kernel read: the plan, what follows from it and, while
-tracing, the memory of the block, its place in the problem and the thread.
+"""Facts that the parts of an attention kernel read.
+The plan, what follows from it and, while tracing, the memory of the block, its place in the problem
+and the thread.
 
 Parts are given these and the parts that they use, never the kernel.
 """
@@ -71,7 +72,7 @@ class Known:
         keys, values = plan.view(plan.key_load), plan.view(plan.value_load)
         return Known(
             plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), keys, values,
-            keys.stride(plan.inner) == 1, values.stride(plan.columns) == 1, s.stages,
+            keys.contiguous(plan.inner), values.contiguous(plan.columns), s.stages,
             s.key_groups, s.row_groups, plan.warpgroups, 4 * plan.warpgroups,
             plan.key_tile, plan.depth, plan.width, s.dependent_launch,
         )  # fmt: skip
@@ -163,8 +164,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Load:
-    """The bulk loads of an operand: the TMA atom, its slots in shared memory, and the tiles (or
-    boxes of a page) of the tensor."""
+    """The bulk loads of an operand: TMA atom, slots in shared memory, and tiles of the tensor.
+    In a cache of pages, boxes of a page."""
 
     atom: cute.CopyAtom
     slots: Any

@@ -1,5 +1,5 @@
-"""The end of the attention loop: combine the results of warpgroups, blocks and clusters for a tile
-of rows, then store them.
+"""The end of the attention loop: results of a tile of rows are combined, then stored.
+They come from warpgroups, blocks and clusters.
 
 A thread's part of the result is cut into *items* of 16 bytes, in the order of its registers. The
 thread that combines an item has the same number as those that wrote it, so that nothing is
@@ -51,8 +51,8 @@ class Join:
         self.of_columns = [o for o in plan.outputs if plan.columns in o.view.labels]
 
     def allocate(self, alloc: Any) -> tuple[Any, Any, Barriers, Any]:
-        """Allocate the shared memory through which warpgroups and blocks exchange items: see
-        `context.Memory`."""
+        """Allocate the shared memory through which items are exchanged: see `context.Memory`.
+        Warpgroups and blocks exchange them."""
         meeting, exchange = (
             alloc.allocate_array(Float32, max(4, count // 4), byte_alignment=128)
             for count in (self.plan.meeting_bytes, self.plan.exchange_bytes)
@@ -124,8 +124,8 @@ class Join:
         return (share + (group % 2) * (self.cluster // 2)) % self.cluster
 
     def register(self, item: int, e: int) -> int:
-        """Register of an item's element in the accumulator: an item is two blocks of columns of one
-        row, or one block of two rows."""
+        """Register of an item's element in the accumulator.
+        An item is two blocks of columns of one row, or one block of two rows."""
         return 8 * item + (e if e < 2 else e + 2) if self.few else ITEM * item + e
 
     def row_of(self, e: int) -> int:

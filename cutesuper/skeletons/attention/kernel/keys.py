@@ -75,8 +75,9 @@ class KeyValues:
             memory.values_ready[at.stage].wait(at.phase)
 
     def compute_key(self, memory: Memory, key: Any, stage: Any, exists: Any) -> None:
-        """Compute the values of one key. Behind the last key they are 1: weights are 0 there, but
-        the value of a missing key may be 0 as well, and 0 / 0 would be NaN."""
+        """Compute the values of one key.
+        Behind the last key they are 1: weights are 0 there, but the value of a missing key may be 0
+        as well, and 0 / 0 would be NaN."""
         totals = {r.value: self.reduce(memory, stage, key, r) for r in self.plan.key_reductions}
         for n, e in enumerate(self.plan.key_values.values()):
             value = e.evaluate([totals[i] for i in e.leaves], self.k.math)
@@ -125,8 +126,8 @@ class KeyValues:
         return pointer + cute.assume(stage * self.k.key_tile * length, divby=PIECE), length
 
     def linear(self, memory: Memory, operand: int, stage: Any, key: Any, piece: Any) -> cute.Tensor:
-        """View of eight contiguous elements of a key: rows of one chunk each, all keys of a chunk
-        one after the other."""
+        """View of eight contiguous elements of a key.
+        Rows of one chunk each, all keys of a chunk one after the other."""
         pointer, length = self.ring(memory, operand, stage)
         chunk = chunk_of(length)
         per = chunk // PIECE
@@ -151,9 +152,10 @@ class KeyValues:
 
     @cute.jit
     def clean(self, here, stage, keys, rows):
-        """Set values behind the last key to 0: uninitialised memory may hold NaN, and 0 times NaN
-        is NaN. Of two warpgroups that walk over the same tiles the first one does. The second one
-        waits for it, and not the other way round: the first may have to end its turn."""
+        """Set values behind the last key to 0.
+        Uninitialised memory may hold NaN, and 0 times NaN is NaN. Of two warpgroups that walk over
+        the same tiles the first one does. The second one waits for it, and not the other way round:
+        the first may have to end its turn."""
         if cutlass.const_expr(self.clears):
             if keys + self.k.key_tile > rows.end:
                 if cutlass.const_expr(self.k.row_groups == 1):

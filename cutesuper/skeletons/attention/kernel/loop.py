@@ -31,8 +31,8 @@ from cutesuper.skeletons.kernel.arguments import handed_over
 
 
 class AttentionKernel:
-    """The kernel: launches a cluster for each tile of rows and part of the grid; see the module's
-    docstring."""
+    """The kernel: launches a cluster for each tile of rows and part of the grid.
+    See the module's docstring."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan

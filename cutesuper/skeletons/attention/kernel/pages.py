@@ -53,8 +53,8 @@ class PagedLoads:
         return min(view.size, self.k.key_tile)
 
     def box(self, view: Pages, stages: int) -> cute.Layout:
-        """Layout of a ring ``[position, inner, box of the stage, stage]`` without its swizzle;
-        without the last two modes for 0 stages. Keys and values have the same order: rows of one
+        """Layout of a ring ``[position, inner, box of the stage, stage]`` without its swizzle.
+        Without the last two modes for 0 stages. Keys and values have the same order: rows of one
         chunk each, all keys of a chunk one after the other."""
         rows, depth = self.rows(view), self.depth(view)
         chunk, tile = chunk_of(depth), self.k.key_tile
@@ -72,8 +72,8 @@ class PagedLoads:
         return self.k.plan.inner if view is self.k.key_view else self.k.plan.columns
 
     def atom(self, view: Pages, layout: cute.ComposedLayout, tensors: list[cute.Tensor]) -> Any:
-        """The TMA load of a box of a cache ``[position, inner, heads..., page]``; ``layout`` is
-        that of a stage and provides the swizzle."""
+        """The TMA load of a box of a cache ``[position, inner, heads..., page]``.
+        ``layout`` is that of a stage and provides the swizzle."""
         cache = tensors[view.argument]
         heads = self.k.batch_of(view)
         shape = [view.size, *(self.k.extents.of(d, tensors) for d in (self.inner(view), *heads))]
@@ -97,8 +97,7 @@ class PagedLoads:
         return max(1, WINDOW * view.size // self.k.key_tile)
 
     def open(self, tensors: list[cute.Tensor], place: Place, first: Any) -> dict[int, Any]:
-        """Open every table: this sequence's entries (int32), their number, and two windows of
-        them."""
+        """Open every table: this sequence's entries (int32), their number, and two windows."""
         found = {}
         for argument, view in self.tables.items():
             count = place.keys // view.size
@@ -113,7 +112,7 @@ class PagedLoads:
 
     @cute.jit
     def entry(self, row, end, window):
-        """This lane's entry (Int32) of a window."""
+        """The lane's entry (Int32) of a window."""
         at = window * WINDOW + cute.arch.lane_idx()
         found = Int32(NOWHERE)
         if at < end:

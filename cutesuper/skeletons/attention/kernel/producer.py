@@ -1,5 +1,4 @@
-"""The producer warp of the attention loop: descriptors of its bulk loads, and the order of their
-issue."""
+"""The producer warp of the attention loop: descriptors and order of its bulk loads."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ class Producer:
     # ------------------------------------------------------------------------------------ host
 
     def layout(self, n: int, stages: int) -> cute.ComposedLayout:
-        """Layout of the tiles of keys ``[key, inner, stage]`` (n = 0) or of values ``[column, key,
-        stage]`` (n = 1), swizzled."""
+        """Layout of the swizzled tiles of keys or values.
+        Keys ``[key, inner, stage]`` (n = 0), values ``[column, key, stage]`` (n = 1)."""
         k, shape = self.k, (*self.tiles[n].values(),)
         along = k.inner_major if n == 0 else not k.column_major
         return operand_layout(k.dtype, (shape[0], shape[1]), stages, along)

@@ -1,5 +1,6 @@
-"""The row side of the attention loop: coordinates of a block's rows, the keys visible to them, and
-values computed from rows before the loop.
+"""The row side of the attention loop: rows, their keys, and values computed before it.
+Coordinates of a block's rows, the keys visible to them, and values computed from rows before the
+loop.
 
 Rows may have several labels, e.g. 16 positions of the 4 query heads of a key head: one box of the
 TMA load has them all, and a row's index is split again where positions or addresses matter.
@@ -39,8 +40,8 @@ from cutesuper.skeletons.kernel.arguments import Extents, unravel
 
 
 def byte_piece(depth: int, piece: Any, row: Any) -> Any:
-    """Position of a piece (eight elements) of a row, in byte order, in a swizzled tile of rows; its
-    own inverse.
+    """Position of a piece (eight elements) of a row, in byte order, in a swizzled tile of rows.
+    Its own inverse.
 
     Rows are cut into chunks of 64, 32 or 16 elements; inside a chunk the pieces are permuted.
     """
@@ -52,8 +53,8 @@ def byte_piece(depth: int, piece: Any, row: Any) -> Any:
 def masked_length(
     extents: Extents, mask: Mask, tensors: list[cute.Tensor], at: dict[str, Any], columns: Any
 ) -> Any:
-    """The length that a mask reads at some coordinates, at most the number of columns, or the
-    limit, at least 0; 0 if it has none."""
+    """The length that a mask reads at some coordinates, or its limit; 0 if it has none.
+    A length is at most the number of columns, a limit at least 0."""
     view = mask.lengths
     if view is None:
         return 0
@@ -115,8 +116,8 @@ class Rows:
         return operand_layout(self.k.dtype, (ROW_BLOCK, self.k.depth), groups, True)
 
     def box(self) -> cute.ComposedLayout:
-        """Layout of one warpgroup's rows as a TMA load sees them: a mode for each label, the
-        fastest first, then the inner label."""
+        """Layout of one warpgroup's rows as a TMA load sees them.
+        A mode for each label, the fastest first, then the inner label."""
         chunk = chunk_of(self.k.depth)
         shape, stride, height = list[Any](), list[Any](), chunk
         for extent in reversed(self.tile):
@@ -233,8 +234,7 @@ class Rows:
         return (warp % 4) * 16 + lane // 4 + 8 * r
 
     def positions(self, place: Place, group: Any, row: Any) -> tuple[dict[str, Any], Any]:
-        """Coordinates of a row of a warpgroup, and a predicate that is true if the row belongs to
-        the tile."""
+        """Coordinates of a warpgroup's row, and a predicate: true for a row of the tile."""
         inside = row < self.count
         found = {**place.batch}
         for n, d in reversed(list(enumerate(self.plan.rows))):
@@ -370,8 +370,8 @@ class Rows:
         return neighbours(pointer + cute.assume(offset, divby=PIECE), PIECE)
 
     def line(self, view: View, positions: dict[str, Any], tensors: list[cute.Tensor]) -> Any:
-        """Offset of a row's first key in a tensor that meets the scores, in elements; that of the
-        last row for padding."""
+        """Offset of a row's first key in a tensor that meets the scores, in elements.
+        That of the last row for padding."""
         total = Int64(0)
         for d in view.labels:
             if d != self.plan.keys:

@@ -75,8 +75,8 @@ class Scores:
         self.scale = plan.factor * LOG2E
 
     def start(self, warp: Any, lane: Any) -> cute.Tensor:
-        """Initial state, 6 fp32 registers: maximum and sum of two rows, then the factors of the
-        last rescaling.
+        """Initial state, 6 fp32 registers.
+        Maximum and sum of two rows, then the factors of the last rescaling.
 
         Rows that are padding contain arbitrary shared memory. Their maximum never rises, so that
         they do not decide whether a warp rescales, and every run gives the same bits.
@@ -90,13 +90,13 @@ class Scores:
         return state
 
     def elements(self, r: int) -> list[tuple[int, int]]:
-        """Accumulator indices of a row's elements, and their columns relative to the thread's first
-        column."""
+        """Accumulator indices of a row's elements, and their columns from the thread's first on."""
         return [(4 * j + 2 * r + b, 8 * j + b) for j in range(self.blocks) for b in range(2)]
 
     def beside(self, rows: RowFacts, keys: Any, here: Here) -> dict[int, cute.Tensor]:
-        """Read what meets the scores of a tile, before these are there; ``keys`` (Int32) is its
-        first key. Columns behind the last key, which are hidden, get numbers of the last ones."""
+        """Read what meets the scores of a tile, before these are there.
+        ``keys`` (Int32) is its first key. Columns behind the last key, which are hidden, get
+        numbers of the last ones."""
         found: dict[int, cute.Tensor] = {}
         for i, view in self.plan.beside.items():
             source = here.tensors[view.argument].iterator
@@ -222,8 +222,7 @@ class Scores:
     def columns(
         self, e: ThreadExpression, values: KeyColumns
     ) -> Iterator[tuple[int, list[dict[int, Any]]]]:
-        """Yield a thread's columns, each with the values of its key that an expression needs, for
-        both rows.
+        """Yield a thread's columns, each with the key's values of an expression, for both rows.
 
         They come in pairs, for both rows. Values are read at their use: 32 values of a tile of 128
         keys kept in registers took 184 to 504 bytes of stack.

@@ -239,9 +239,9 @@ class SumsConsumer:
     def beside(
         self, rows: OwnRows, thread: SumsThread, first: Any, turn: Any, span: Any
     ) -> dict[int, cute.Tensor]:
-        """Read what meets the scores of a tile, before these are there; ``first`` (Int32) is its
-        first element, ``turn`` the number of the tile in all walks. Columns behind the end of the
-        loop, which are hidden, get numbers of the last ones."""
+        """Read what meets the scores of a tile, before these are there.
+        ``first`` (Int32) is its first element, ``turn`` the number of the tile in all walks.
+        Columns behind the end of the loop, which are hidden, get numbers of the last ones."""
         found: dict[int, cute.Tensor] = {}
         for load, view in self.plan.beside.items():
             source = thread.tensors[view.argument].iterator
@@ -259,8 +259,9 @@ class SumsConsumer:
 
     @cute.jit
     def work(self, r, rows, thread, stage, first, beside):
-        """Do what is between the products of a tile, each part as soon as its scores are there, and
-        multiply the operands of the sums. ``first`` (Int32) is the tile's first element."""
+        """Do what is between the products of a tile, then multiply the operands of the sums.
+        Each part is done as soon as its scores are there. ``first`` (Int32) is the tile's first
+        element."""
         boundary = Int32(0)
         if cutlass.const_expr(self.plan.ragged):
             if (first < rows.inner_low) | (first + self.tile > rows.inner_high):
@@ -323,8 +324,9 @@ class SumsConsumer:
                 known[i] = lookup(op.kind).scalar(self.p.math, args, op.attributes)
 
     def in_log2(self, i: int, known: dict[int, Any]) -> Any:
-        """A value in units of log2. before: ``(s * c - l) * log2(e)``; after: one multiply-add,
-        ``s * (c * log2(e)) - l * log2(e)``, of which the last term is one of a row or column."""
+        """A value in units of log2, as one multiply-add.
+        before: ``(s * c - l) * log2(e)``; after: ``s * (c * log2(e)) - l * log2(e)``, of which the
+        last term is one of a row or column."""
         op = self.plan.program.ops[i]
         if i in self.plan.between and op.facets.masks:
             return self.in_log2(op.inputs[0], known)
@@ -373,8 +375,9 @@ class SumsConsumer:
 
     @cute.jit
     def clear_hidden(self, thread, stage, first):
-        """Set streamed operands of sums to 0 behind a length: memory there may hold NaN, and 0
-        times NaN is NaN. One warpgroup does, before any multiplies the tile."""
+        """Set streamed operands of sums to 0 behind a length.
+        Memory there may hold NaN, and 0 times NaN is NaN. One warpgroup does, before any multiplies
+        the tile."""
         end = self.p.written(thread.place)
         if first + self.tile > end:
             own = (thread.group == 0) & (thread.member < self.tile)

@@ -1,5 +1,5 @@
-"""The place of a block of an attention loop with plain sums: its tile of rows, the part of the loop
-that its rows see, and addresses of vectors and results."""
+"""The place of a block of an attention loop with plain sums.
+Its tile of rows, the part of the loop that its rows see, and addresses of vectors and results."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ class Places:
         return row + 1 - bound if sight.across else bound + row
 
     def _first_above(self, mask: Mask, place: Place, row: Any, tensors: list[cute.Tensor]) -> Any:
-        """The first element of the loop whose limit is above a row's position, by bisection: the
-        limits do not fall. The loads do not branch, so that several searches overlap."""
+        """The first element of the loop whose limit is above a row's position, by bisection.
+        The limits do not fall. The loads do not branch, so that several searches overlap."""
         plan, end, found = self.plan, place.end, Int32(0)
         steps = 31 if plan.grows(plan.loop) else plan.extent(plan.loop).bit_length()
         for step in reversed(range(steps)):
@@ -161,8 +161,8 @@ class Places:
     def windows(
         self, place: Place, first: Any, count: int, tensors: list[cute.Tensor]
     ) -> tuple[Any, Any, Any, Any]:
-        """Ranges that ``count`` rows see: the least and the largest begin, then the least and the
-        largest end, which are those of the first and the last row."""
+        """Ranges that ``count`` rows see: least and largest begin, then least and largest end.
+        They are those of the first and the last row."""
         last = cutlass.min(first + count, self.extents.of(self.plan.rows, tensors)) - 1
         (low, high), (low2, high2) = (self.window(place, row, tensors) for row in (first, last))
         inner = cutlass.max(low, low2), cutlass.min(high, high2)
@@ -216,8 +216,8 @@ class Places:
         return total
 
     def line(self, view: View, place: Place, row: Any, tensors: list[cute.Tensor]) -> Any:
-        """Offset of a row in a tensor that meets the scores, in elements; that of the last row for
-        padding."""
+        """Offset of a row in a tensor that meets the scores, in elements.
+        That of the last row for padding."""
         last = self.extents.of(self.plan.rows, tensors) - 1
         at = {**place.batch, self.plan.rows: cutlass.min(row, last)}
         return self.offset(view, {d: Int64(n) for d, n in at.items()}, tensors) + Int64(0)

@@ -1,5 +1,5 @@
-"""The producer warp of an attention loop with plain sums: rows that stay, tiles that stream by, and
-vectors along the loop."""
+"""The producer warp of an attention loop with plain sums.
+It loads rows that stay, tiles that stream by, and vectors along the loop."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ class SumsProducer:
         self, memory: SumsMemory, tensors: Any, place: Any, visit: Any, tile: Any, stage: Any,
         lane: Any,
     ) -> None:  # fmt: skip
-        """Copy the numbers of a tile; behind the end of the loop they are those of its last
-        element, which is hidden there."""
+        """Copy the numbers of a tile.
+        Behind the end of the loop they are those of its last element, which is hidden there."""
         plan, size = self.plan, self.plan.loop_tile
         for n, load in enumerate(plan.loop_vectors):
             view = plan.view(load)

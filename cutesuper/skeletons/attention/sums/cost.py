@@ -96,8 +96,9 @@ def _block_us(plan: SumsPlan, target: Target, tiles: int) -> float:
 
 
 def _tile_us(plan: SumsPlan, target: Target) -> tuple[float, float]:
-    """Time of a warpgroup's products on a tile, and of the work between them. Both operands of a
-    score come from shared memory, which takes longer than a product of narrow tiles."""
+    """Time of a warpgroup's products on a tile, and of the work between them.
+    Both operands of a score come from shared memory, which takes longer than a product of narrow
+    tiles."""
     area, r = ROW_BLOCK * plan.loop_tile, target.rates
     rate = target.tensor_flops * r.tensor_efficiency / target.sms / 1e6
     read = plan.element_bytes * (ROW_BLOCK + plan.loop_tile) / OPERAND_BYTES

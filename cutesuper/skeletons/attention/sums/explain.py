@@ -7,21 +7,19 @@ from collections.abc import Iterable
 from cutesuper.ir.dims import ceil_div
 from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.ir.thread import ThreadExpression
+from cutesuper.skeletons.attention.explain import beside_lines, launch_lines, visible
 from cutesuper.skeletons.attention.sums.plan import Sight, StoredScores, SumsPlan
 
 
 def sums_lines(plan: SumsPlan) -> list[str]:
     """The plan line by line: places of all data, roles of all warps, order of the work."""
     lines = [*_block_lines(plan), *_score_lines(plan)]
-    lines += _beside_lines(plan)
+    lines += beside_lines(_name(plan, i) for i in plan.beside)
     lines += _phase_lines(plan)
     lines += [_store_line(plan, s) for s in plan.stores]
     lines += [f"visible: {_sight(plan, s)}" for s in plan.sights]
     lines += [_output_line(plan, n) for n in range(len(plan.outputs))]
-    lines.append(f"{plan.shared_bytes} bytes of shared memory")
-    if plan.schedule.dependent_launch:
-        lines.append("dependent launch: nothing loaded before the dependency wait")
-    return lines
+    return lines + launch_lines(plan)
 
 
 def _block_lines(plan: SumsPlan) -> list[str]:
@@ -49,10 +47,6 @@ def _score_lines(plan: SumsPlan) -> list[str]:
         f"score{n}: {_name(plan, s.resident)} times {_name(plan, s.stream)} over {s.inner}"
         for n, s in enumerate(plan.scores)
     ]
-
-
-def _beside_lines(plan: SumsPlan) -> list[str]:
-    return [f"{_name(plan, i)}: read in registers while scores are multiplied" for i in plan.beside]
 
 
 def _phase_lines(plan: SumsPlan) -> list[str]:
@@ -86,16 +80,8 @@ def _operand(plan: SumsPlan, operand: int) -> str:
 
 
 def _sight(plan: SumsPlan, sight: Sight) -> str:
-    """``N < lengths + M - 9``: what a row sees."""
-    mask, (columns, rows) = sight.mask, (plan.loop, plan.rows)
-    if sight.across:
-        columns, rows = rows, columns
-    terms = [] if mask.lengths is None else [plan.arguments[mask.lengths.argument].name]
-    terms += [rows] if mask.rows is not None else []
-    terms += [str(plan.program.dims[mask.added])] if mask.added else []
-    terms += [f"-{plan.program.dims[mask.taken]}"] if mask.taken else []
-    limit = " + ".join([*terms, *([str(mask.offset)] if mask.offset else [])])
-    return f"{columns} {'>=' if mask.lower else '<'} {limit.replace('+ -', '- ') or 0}"
+    columns, rows = (plan.rows, plan.loop) if sight.across else (plan.loop, plan.rows)
+    return visible(plan, sight.mask, columns, rows)
 
 
 def _output_line(plan: SumsPlan, n: int) -> str:

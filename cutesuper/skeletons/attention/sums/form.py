@@ -1,5 +1,5 @@
-"""The form of products that are computed again for plain sums over a loop, as in the backward pass
-of attention.
+"""The form of products that are computed again for plain sums over a loop.
+The backward pass of attention is one.
 
 ``f(A1 B1, A2 B2, ...) C``: every A is ``[rows, inner]`` and stays in the block, every B and C is
 ``[loop, inner or columns]`` and streams by. Functions of the scores ``A B`` are element-wise, with
@@ -14,7 +14,7 @@ well.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,20 @@ from cutesuper.egraph.labelled import LabelledOp, LabelledProgram, Region
 from cutesuper.egraph.products import check_one_type, labels_of, shown
 from cutesuper.egraph.splits import AnyRules, Split
 from cutesuper.errors import SearchError
-from cutesuper.ir.block import LOAD, AxisKind, BlockProgram
-from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.block import LOAD, AxisKind, BlockOp, BlockProgram
+from cutesuper.ir.dims import Dim, Symbol, extent
 from cutesuper.skeletons.attention.plan import MAX_WIDTH
 from cutesuper.skeletons.form import ALIGN
 from cutesuper.skeletons.operands import MULTIPLIED
+
+
+def masked_or_longest(
+    labels: Sequence[str], ops: Iterable[LabelledOp | BlockOp], dims: Mapping[str, Dim]
+) -> str:
+    """The label by whose position masks hide; the longest of several, or of all without a mask."""
+    masks = [op.attributes for op in ops if op.facets.masks]
+    named = [d for d in labels if any(d in (m["rows"], m["columns"]) for m in masks)]
+    return max(named or labels, key=lambda d: extent(dims[d]))
 
 
 @dataclass(frozen=True)
@@ -116,15 +125,13 @@ class _Finder:
         return found
 
     def _rows(self, labels: frozenset[str], streams: set[int]) -> str:
-        """The label of scores by whose position masks hide, of those that nothing has that streams
-        by; else the longest of them."""
+        """The label of scores by whose position masks hide; else the longest of them.
+        Only labels count that nothing has that streams by."""
         taken = frozenset[str]().union(*(self.ops[i].labels for i in streams))
         own = [d for d in self.program.dims if d in labels - taken]
         if not own:
             raise _refusal("scores without a label of their own rows")
-        masks = [op.attributes for op in self.ops if op.facets.masks]
-        named = [d for d in own if any(d in (m["rows"], m["columns"]) for m in masks)]
-        return max(named or own, key=lambda d: extent(self.program.dims[d]))
+        return masked_or_longest(own, self.ops, self.program.dims)
 
     def _visits(self) -> str | None:
         """The label over which results are summed once more."""

@@ -42,8 +42,9 @@ FREE_REGISTERS = 24
 
 @dataclass(frozen=True)
 class Score:
-    """A product of rows and a tile of the loop: the operation, its resident operand, its streamed
-    one (loads), and the label that it contracts."""
+    """A product of rows and a tile of the loop.
+    The operation, its resident operand, its streamed one (loads), and the label that it
+    contracts."""
 
     value: int
     resident: int
@@ -78,8 +79,8 @@ class StoredScores:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the work between scores and sums; all but the last are done while later scores are
-    multiplied.
+    """A part of the work between scores and sums.
+    All but the last are done while later scores are multiplied.
 
     Attributes:
         score: place of the last score that it needs.
@@ -94,8 +95,9 @@ class Phase:
 
 
 def _placed(values: tuple[int, ...], before: dict[int, int]) -> dict[int, int]:
-    """A fragment for each value. Those that have one stay there: where a value moved to the
-    fragment of a product in flight, the compiler copied that product before it had ended."""
+    """A fragment for each value.
+    Those that have one stay there: where a value moved to the fragment of a product in flight, the
+    compiler copied that product before it had ended."""
     kept = {v: before[v] for v in values if v in before}
     free = (n for n in range(len(values) + len(before)) if n not in kept.values())
     return {v: kept[v] if v in kept else next(free) for v in values}
@@ -103,9 +105,9 @@ def _placed(values: tuple[int, ...], before: dict[int, int]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Sight:
-    """A mask as a limit of the loop: in a program where the rows are its columns, ``across``, the
-    loop begins where the first row is seen, and ends where the last one is if the limit is a lower
-    one."""
+    """A mask as a limit of the loop.
+    In a program where the rows are its columns, ``across``, the loop begins where the first row is
+    seen, and ends where the last one is if the limit is a lower one."""
 
     mask: Mask
     across: bool
@@ -181,8 +183,8 @@ class SumsPlan(Plan[SumsSchedule]):
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The work between scores and sums: one phase for each score, as soon as it is there, as
-        long as what a phase leaves fits into the fragments of the scores so far.
+        """The work between scores and sums: one phase for each score, as soon as it is there.
+        A phase ends where what it leaves does not fit into the fragments of the scores so far.
 
         before: ``P = exp(S - l)``, ``D = P * (T - d)`` with the scores S and T, sums of D and P;
         after: P, left in the place of S, while T is computed; then D, left with P.
@@ -285,8 +287,9 @@ class SumsPlan(Plan[SumsSchedule]):
 
     @property
     def live_registers(self) -> int:
-        """Registers of a thread for accumulators, scores, and operands of sums: all of them, if
-        the next tile's scores are computed while these are multiplied, else one at a time."""
+        """Registers of a thread for accumulators, scores, and operands of sums.
+        All operands, if the next tile's scores are computed while these are multiplied, else one at
+        a time."""
         results = sum(self.width(s.columns) // 2 for s in self.sums)
         words = self.loop_tile * self.element_bytes // 8
         live = len(self.operands) if self.schedule.overlapped else 1
@@ -296,8 +299,8 @@ class SumsPlan(Plan[SumsSchedule]):
 
     @property
     def registers(self) -> tuple[int, int] | None:
-        """Registers per thread of (consumers, producer) where the producer's warpgroup hands some
-        of its own over; None for one warpgroup, which has all that a thread can have."""
+        """Registers per thread of (consumers, producer) where the producer hands some over.
+        None for one warpgroup, which has all that a thread can have."""
         if self.schedule.row_groups == 1:
             return None
         return (232, 40) if self.loop_vectors else (240, 24)

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import ENDING, LOAD, STORE, AxisKind, BlockOp, KernelStep
-from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import CONSTANT, TABLE
 from cutesuper.ir.operators.monoid import SUM
 from cutesuper.ir.thread import fuse
 from cutesuper.ir.unseen import Fate, fate
 from cutesuper.skeletons.attention.plan import Mask
 from cutesuper.skeletons.attention.roles import MAX_RANK, PIECE_BYTES, mask_of
+from cutesuper.skeletons.attention.sums.form import masked_or_longest
 from cutesuper.skeletons.attention.sums.plan import LoopSum, Score, Sight, StoredScores, SumsPlan
 from cutesuper.skeletons.attention.sums.schedule import SumsSchedule
 from cutesuper.skeletons.base import Argument, Output, Pages, View, arguments_of, view_of
@@ -28,8 +29,8 @@ from cutesuper.skeletons.operands import (
 
 
 def recognized_sums(step: KernelStep, setting: Setting) -> SumsPlan:
-    """The roles of a kernel's operations, as a plan without a schedule. Raises LoweringError for a
-    structure that this loop cannot run."""
+    """The roles of a kernel's operations, as a plan without a schedule.
+    Raises LoweringError for a structure that this loop cannot run."""
     roles = SumsRoles(step, arguments_of(step, setting.tensors))
     plan = roles.plan(SumsSchedule(2, dependent_launch=setting.dependent_launch))
     check_parts(plan.arguments, roles.where)
@@ -124,15 +125,13 @@ class SumsRoles:
         return op.kind in ENDING or (added and op.attributes["over"] == self.visits)
 
     def _rows(self, scores: tuple[Score, ...], sums: tuple[LoopSum, ...]) -> str:
-        """The label of the residents by whose position masks hide, of those that nothing has that
-        streams by; else the longest of them, as in the form."""
+        """The label of the residents by whose position masks hide; else the longest of them.
+        Only labels count that nothing has that streams by, as in the form."""
         streams = {d for s in (*scores, *sums) for d in self.ops[s.stream].dims}
         own = [d for d in self.ops[scores[0].resident].dims if d not in streams]
         if not own:
             raise self._refuse("its rows have no label of their own")
-        masks = [op.attributes for op in self.ops if op.facets.masks]
-        named = [d for d in own if any(d in (m["rows"], m["columns"]) for m in masks)]
-        rows = max(named or own, key=lambda d: extent(self.program.dims[d]))
+        rows = masked_or_longest(own, self.ops, self.program.dims)
         for s in scores:
             if rows not in self.ops[s.resident].dims:
                 raise self._refuse(f"operation {s.resident} does not have the label {rows}")
@@ -211,8 +210,8 @@ class SumsRoles:
     # -------------------------------------------------------------------------------------- masks
 
     def _sights(self, plan: SumsPlan) -> tuple[Sight, ...]:
-        """The masks as limits of the loop: where one hides a score, all that is made of it has to
-        be 0."""
+        """The masks as limits of the loop.
+        Where one hides a score, all that is made of it has to be 0."""
         found = list[Sight]()
         for i in plan.between:
             op = self.ops[i]
@@ -240,8 +239,8 @@ class SumsRoles:
         return view
 
     def _fate(self, mask: int, made: int) -> float | None:
-        """The value of an operation in the elements that a mask hides; None if it depends on
-        data."""
+        """The value of an operation in the elements that a mask hides.
+        None if it depends on data."""
         known: dict[int, Fate | None] = {}
         for i in self.program.dependence.before(made):
             op = self.ops[i]
@@ -276,13 +275,13 @@ def _check_operands(plan: SumsPlan, where: str) -> None:
         check_same_type(where, plan.dtype, arg)
         if isinstance(view, Pages) or len(view.labels) > MAX_RANK:
             raise LoweringError(f"{where}: {shape} is no tensor of at most {MAX_RANK} labels")
-        if view.stride(plan.inner(load)) != 1:
+        if not view.contiguous(plan.inner(load)):
             raise LoweringError(f"{where}: {shape} must be contiguous along {plan.inner(load)}")
         if any(s * plan.element_bytes % PIECE_BYTES for s in view.places):
             raise unaligned(where, arg)
     for s in plan.stores:
         arg = plan.arguments[s.view.argument]
-        if s.view.stride(plan.loop) != 1 or plan.visits:
+        if not s.view.contiguous(plan.loop) or plan.visits:
             raise LoweringError(
                 f"{where}: {arg.name}{list(map(str, arg.shape))} is stored tile by tile, and not "
                 f"contiguous along {plan.loop} alone"
@@ -290,7 +289,7 @@ def _check_operands(plan: SumsPlan, where: str) -> None:
     for output in plan.outputs:
         columns = {s.columns for s in plan.sums if s.final in output.expression.leaves}
         arg = plan.arguments[output.view.argument]
-        if len(columns) != 1 or output.view.stride(next(iter(columns))) != 1:
+        if len(columns) != 1 or not output.view.contiguous(next(iter(columns))):
             raise LoweringError(
                 f"{where}: {arg.name}{list(map(str, arg.shape))} is stored, and not contiguous "
                 "along the columns of one sum"

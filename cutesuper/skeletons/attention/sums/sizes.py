@@ -62,8 +62,9 @@ def resized(plan: SumsPlan, rows: int, tile: int) -> SumsPlan:
 
 
 def scheduled_sums(plan: SumsPlan, target: Target) -> SumsPlan:
-    """The plan with its default schedule: warpgroups for its rows, the stages that there is room
-    for, and the next tile's scores ahead if their registers allow it."""
+    """The plan with its default schedule of warpgroups, stages and scores ahead.
+    Warpgroups for its rows, the stages that there is room for, and the next tile's scores ahead if
+    their registers allow it."""
     groups = ceil_div(plan.program.tile[plan.rows], ROW_BLOCK)
     one = replace(plan, schedule=replace(plan.schedule, row_groups=groups, stages=1))
     room = (target.shared_bytes - one.shared_bytes) // one.stage_bytes + 1

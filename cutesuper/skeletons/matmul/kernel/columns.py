@@ -59,8 +59,8 @@ class ColumnGroup:
         gathers: bool = False,
         double: bool = False,
     ) -> Product:
-        """The product with ``rows`` as its N extent; see `MatmulPlan.turned`, ``gathers`` and
-        ``doubles``."""
+        """The product with ``rows`` as its N extent.
+        See `MatmulPlan.turned`, ``gathers`` and ``doubles``."""
         return cores.product(dtype, rows, (not self.column_major, not turned), gathers, double)
 
     def layout(self, dtype: Any, boxes: int) -> cute.ComposedLayout:
@@ -76,8 +76,8 @@ class ColumnGroup:
         return self._narrow(dtype, COLUMN_BLOCK, boxes)
 
     def double_layout(self, dtype: Any, boxes: int) -> cute.ComposedLayout:
-        """Layout of the same memory, ``[16, 2, 4, depth, two boxes]``: 16 columns of one block and
-        16 of the next take turns."""
+        """Layout of the same memory, ``[16, 2, 4, depth, two boxes]``.
+        16 columns of one block and 16 of the next take turns."""
         one = operand_layout(dtype, (2 * self.width, self.depth), 1, True)
         strides = self.depth * 16, self.depth * 32, 1, self.depth * 2 * self.width
         layout = cute.make_layout((16, 2, 4, self.depth, boxes // 2), stride=(self.depth, *strides))

@@ -1,5 +1,5 @@
-"""Facts that the parts of a matmul kernel read: the plan, what follows from it and, while tracing,
-the memory of the block, its tile and the thread.
+"""Facts that the parts of a matmul kernel read.
+The plan, what follows from it and, while tracing, the memory of the block, its tile and the thread.
 
 Parts are given these and the parts that they use, never the kernel.
 """
@@ -134,8 +134,8 @@ class Known:
         return offset
 
     def iterations(self, tensors: list[cute.Tensor]) -> Any:
-        """Iterations of a block's loop: an int, or a run-time number for a symbolic extent. Tiles
-        past the end of the tensors are zeros."""
+        """Iterations of a block's loop: an int, or a run-time number for a symbolic extent.
+        Tiles past the end of the tensors are zeros."""
         plan = self.plan
         if not plan.open_depth:
             return plan.iterations
@@ -148,8 +148,8 @@ class Known:
         return not self.dependent or arguments[view.argument].constant
 
     def is_bulk(self, operation: int, early: bool) -> bool:
-        """True if a bulk load brings an operand, before the dependency wait (``early``) or
-        after."""
+        """True if a bulk load brings an operand, before the dependency wait or after.
+        Before it if ``early``."""
         return operation not in self.plan.copied and self.is_early(operation) == early
 
     # ------------------------------------------------------------------------------ row operands
@@ -161,8 +161,8 @@ class Known:
         return self.row_layout(self.plan.held_rows, self.stages * self.chunks)
 
     def box_layout(self, parts: int) -> cute.ComposedLayout:
-        """Layout of the same in boxes ``[rows, depth, box]`` where rows lie side by side; blocks
-        that share rows load ``parts`` of each."""
+        """Layout of the same in boxes ``[rows, depth, box]`` where rows lie side by side.
+        Blocks that share rows load ``parts`` of each."""
         boxes = self.stages * self.row_boxes * parts
         return operand_layout(self.dtype, (ROW_BOX, self.k // parts), boxes, False)
 
@@ -184,9 +184,9 @@ class Known:
     def row_tensor(
         self, view: Any, inner: str, tensors: list[cute.Tensor], chunked: bool
     ) -> cute.Tensor:
-        """A row operand along ``inner``; if chunked, with modes (row, element of a chunk, chunk,
-        batch...), so that one box is many 128-byte columns: 2 KB boxes kept the loads 0.1 us behind
-        the weights."""
+        """A row operand along ``inner``.
+        If chunked, with modes (row, element of a chunk, chunk, batch...), so that one box is many
+        128-byte columns: 2 KB boxes kept the loads 0.1 us behind the weights."""
         plan = self.plan
         batch = self.batch_of(view)
         plain = labelled(self.extents, view, (plan.row, inner, *batch), tensors)
@@ -251,9 +251,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of the output: indices along rows and columns, the ``rank`` in the split of the
-    contracted label, the coordinates along batch labels, the iterations of the loop, the number of
-    tiles before it in this block, and the index in `MatmulPlan.sections` of the columns."""
+    """A tile of the output, and its place.
+    Indices along rows and columns, the ``rank`` in the split of the contracted label, the
+    coordinates along batch labels, the iterations of the loop, the number of tiles before it in
+    this block, and the index in `MatmulPlan.sections` of the columns."""
 
     row: Any
     column: Any
@@ -303,8 +304,8 @@ class Here:
 
 @dataclass(frozen=True)
 class Loads:
-    """The bulk loads of a block: by operand the TMA atom, the slots in shared memory, and the tiles
-    of the tensor."""
+    """The bulk loads of a block: by operand the TMA atom, the slots, and the tiles.
+    Slots in shared memory, tiles of the tensor."""
 
     atoms: list[cute.CopyAtom]
     slots: list[Any]

@@ -71,8 +71,8 @@ def place_of_rows(k: Known, n: int, op: int) -> Place:
 def places_of_columns(
     k: Known, group: ColumnGroup, memory: Callable[[Memory], cute.Tensor]
 ) -> list[Place]:
-    """The places of those column operands of a group that are copied; their boxes are not
-    narrow."""
+    """The places of those column operands of a group that are copied.
+    Their boxes are not narrow."""
     tiles = k.plan.copied_tiles | k.plan.copied_after
 
     def place(n: int, tile: CopiedTile) -> Place:
@@ -175,8 +175,8 @@ class Copies:
 
     @cute.jit
     def ask_stage(self, start, room, here):
-        """Ask for the words of a stage that begins at ``start`` of the contracted label, into the
-        warp's room from turn ``room`` on."""
+        """Ask for the words of a stage that begins at ``start`` of the contracted label.
+        They lie in the warp's room from turn ``room`` on."""
         for n, place in enumerate(self.staged):
             for i in cutlass.range(
                 self.first_turn(n, here), place.tile.turns, self.warps, unroll=1
@@ -195,8 +195,8 @@ class Copies:
                 room += 1
 
     def first_turn(self, n: int, here: Here) -> Any:
-        """First turn of this warp in operand ``n`` of the loop; the warps go on where they were in
-        the operand before."""
+        """First turn of this warp in operand ``n`` of the loop.
+        The warps go on where they were in the operand before."""
         before = sum(p.tile.turns for p in self.staged[:n])
         return (here.thread // 32 + (-before) % self.warps) % self.warps
 
@@ -213,7 +213,7 @@ class Copies:
         release_warp(here.memory.after_full.only, here.lane)
 
     def turn(self, place: Place, i: Any, depth: Any, room: Any, here: Here) -> Turn:
-        """This lane's part of turn ``i`` of a tile, with its words in the warp's room ``room``;
+        """The lane's part of turn ``i`` of a tile, with its words in the warp's room ``room``.
         ``depth``: start of the tile along the contracted label."""
         tile, tensors, extents = place.tile, here.tensors, self.k.extents
         lane = here.lane % LANES
@@ -242,8 +242,8 @@ class Copies:
 
     @cute.jit
     def ask_word(self, turn: cutlass.Constexpr, place, at, count, tensor):
-        """Ask for one word of a segment, which begins at element ``at``: zeros behind the tensor's
-        end, and if the row has ended."""
+        """Ask for one word of a segment, which begins at element ``at``.
+        Zeros behind the tensor's end, and if the row has ended."""
         left = cute.size(tensor) * self.k.plan.halves - at
         left = left if left < PIECE else PIECE
         left = left if count + (turn.start & (PIECE - 1)) > 0 else 0

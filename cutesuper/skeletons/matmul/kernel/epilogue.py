@@ -57,8 +57,9 @@ class Epilogue:
         self.pitch = 4 * known.columns if plan.exchange_in_ring else 1
 
     def _stageable(self) -> bool:
-        """True if tiles can be stored through shared memory: direct stores write 16 bytes of a row
-        at a time (4096x4096x4096: 330 us), which is fine only while there are few rows."""
+        """True if tiles can be stored through shared memory.
+        Direct stores write 16 bytes of a row at a time (4096x4096x4096: 330 us), which is fine only
+        while there are few rows."""
         k, plan = self.k, self.k.plan
         ring = k.groups[0].boxes * COLUMN_BLOCK * k.k * 2 * plan.schedule.stages
         fits = k.m * (k.n + PIECE) * 2 <= ring
@@ -136,8 +137,8 @@ class Epilogue:
                     self.vectors.send(vectors, w, i, half, n, here)
 
     def slot(self, source: Any, product: int, column: Any, quarter: Any) -> Any:
-        """Offset of a peer's partial sums for one column and quarter of the rows; those that belong
-        to other rows follow `pitch` elements apart for each.
+        """Offset of a peer's partial sums for one column and quarter of the rows.
+        Those that belong to other rows follow `pitch` elements apart for each.
 
         Many rows of a thread, one behind the other, would put all lanes into the same banks: those
         that send are 4 quarters of 8 columns, those that receive 32 columns of one quarter. So

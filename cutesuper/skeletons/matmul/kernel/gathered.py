@@ -1,5 +1,5 @@
-"""Products whose column operand the consumers bring to registers: fp32 operands that are split, or
-that lie the other way.
+"""Products whose column operand the consumers bring to registers.
+fp32 operands that are split, or that lie the other way.
 
 A chunk of 128 bytes along the contracted label is multiplied at a time. Split operands give three
 products, of which the small ones come first; their sum is added to the tile's by ordinary
@@ -84,8 +84,8 @@ class GatheredProducts:
     def words(
         self, product: GatheredProduct, here: Here, stage: Any, w: int, i: int, step: int
     ) -> list[list[Any]]:
-        """A thread's numbers of a column operand, which bulk loads have rounded, or their high and
-        their low parts."""
+        """A thread's numbers of a column operand, or their high and low parts.
+        Bulk loads have rounded the numbers."""
         k = self.k
         block = k.block(i, here.warp)
         slot = stage * self.main.boxes + w * k.blocks + block

@@ -1,5 +1,5 @@
-"""Tiles whose contracted label is divided by the grid: every block has partial sums of the whole
-tile, and finishes a part of it.
+"""Tiles whose contracted label is divided by the grid.
+Every block has partial sums of the whole tile, and finishes a part of it.
 
 Blocks leave their sums in device memory and wait for the others of their tile; then each adds up
 some elements, in the order of the parts, so that results are the same bits every time. One block

@@ -37,13 +37,12 @@ class Sharing:
         return rank_in_cluster() if self.active else Int32(0)
 
     def mask(self) -> Any:
-        """Bit mask of the ranks that receive this block's part of the row tile; None if only this
-        block does."""
+        """Bit mask of the ranks that receive this block's part of the row tile.
+        None if only this block does."""
         return Int16((1 << self.parts) - 1) if self.parts > 1 else None
 
     def first_held(self, first: Any) -> Any:
-        """Place in this block's shared memory of the row ``first`` of the tile, the first one of
-        this block's part."""
+        """Place in shared memory of row ``first`` of the tile, the first of this block's part."""
         return Int32(0) if self.joint else first
 
     @cute.jit

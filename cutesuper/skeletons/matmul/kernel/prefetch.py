@@ -1,5 +1,5 @@
-"""Prefetch into L2 of the tensors that the epilogue loads (biases, residuals, the index by which
-rows are put), before the mainloop.
+"""Prefetch into L2 of the tensors that the epilogue loads, before the mainloop.
+Biases, residuals, the index by which rows are put.
 
 While weights stream, a load from memory waits 2 to 5 us in the queue; after the loop nothing hides
 that. Only L2 is filled, which all writers share, so the prefetch is also correct for tensors that
@@ -38,8 +38,8 @@ class Prefetch:
 
     @cute.jit
     def lines_of(self, view: cutlass.Constexpr, here):
-        """Prefetch the lines of one tensor: along its contiguous label, for each index of the other
-        one."""
+        """Prefetch the lines of one tensor along its contiguous label.
+        For each index of the other one."""
         k = self.k
         along = next((d for d in self.inner(view) if view.stride(d) == 1), None)
         across = next((d for d in self.inner(view) if d != along), None)

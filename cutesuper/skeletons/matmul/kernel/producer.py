@@ -1,5 +1,4 @@
-"""The producer warp of the matmul loop: descriptors of its bulk loads, and the order of their
-issue."""
+"""The producer warp of the matmul loop: descriptors and order of its bulk loads."""
 
 from __future__ import annotations
 
@@ -22,9 +21,10 @@ from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK, ROW_BOX
 
 
 class Producer:
-    """The bulk loads of a block. Operands come in one order everywhere: columns, rows, vectors,
-    columns of hidden labels, then columns and rows of the products after the loop; those that
-    threads copy are left out. The columns are those of all sections, of which each tile has one."""
+    """The bulk loads of a block.
+    Operands come in one order everywhere: columns, rows, vectors, columns of hidden labels, then
+    columns and rows of the products after the loop; those that threads copy are left out. The
+    columns are those of all sections, of which each tile has one."""
 
     def __init__(self, known: Known, sharing: Sharing, walk: Walk, tails: Tails) -> None:
         self.k, self.sharing, self.walk, self.tails = known, sharing, walk, tails
@@ -179,8 +179,8 @@ class Producer:
 
     @cute.jit
     def load_tile(self, loads, memory, tile, at, first: cutlass.Constexpr):
-        """Load one tile's operands from iteration ``first`` on, each stage once all of its readers
-        have finished."""
+        """Load one tile's operands from iteration ``first`` on.
+        Each stage once all of its readers have finished."""
         ring = memory.ring
         for i in cutlass.range(first, tile.iterations, unroll=1):
             ring.wait_empty(at)
@@ -223,8 +223,8 @@ class Producer:
 
     @cute.jit
     def load_stage(self, loads, memory, tile, iteration, stage, early: cutlass.Constexpr):
-        """Issue one stage's loads: those that may come before the dependency wait (``early``), or
-        the others."""
+        """Issue one stage's loads.
+        Those that may come before the dependency wait (``early``), or the others."""
         k, plan = self.k, self.k.plan
         atoms, slots, sources = loads.atoms, loads.slots, loads.sources
         full = memory.ring.full[stage]
@@ -263,8 +263,8 @@ class Producer:
 
     @cute.jit
     def load_inner(self, loads, full, tile, depth, stage, early: cutlass.Constexpr):
-        """Load one stage of the column operands along hidden labels: every block reads all of
-        them."""
+        """Load one stage of the column operands along hidden labels.
+        Every block reads all of them."""
         k = self.k
         for group, n, op in [(g, n, op) for g in self.inner for n, op in enumerate(g.views)]:
             if cutlass.const_expr(k.is_bulk(op, early)):
@@ -299,8 +299,8 @@ class Producer:
 
 
 def alternating(tensor: cute.Tensor) -> cute.Tensor:
-    """View of a tensor ``[columns, depth, ...]`` as ``[16, block of 64, 4, depth, ...]``: tiles of
-    two blocks have 16 columns of each in turn."""
+    """View of a tensor ``[columns, depth, ...]`` as ``[16, block of 64, 4, depth, ...]``.
+    Tiles of two blocks have 16 columns of each in turn."""
     (columns, *shape), (one, *strides) = tensor.shape, tensor.stride
     layout = cute.make_layout(
         (16, columns // COLUMN_BLOCK, 4, *shape),

@@ -119,8 +119,8 @@ class ColumnReductions:
 
     @cute.jit
     def store_rows(self, here):
-        """Store outputs without columns: thread i has row i; the first block of a cluster
-        stores."""
+        """Store outputs without columns: thread i has row i.
+        The first block of a cluster stores."""
         k = self.k
         rows = k.extents.of(k.plan.row, here.tensors)
         for row in cutlass.range(here.thread, k.m, 32 * k.consumers, unroll=1):

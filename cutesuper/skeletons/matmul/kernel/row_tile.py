@@ -43,9 +43,9 @@ class RowTile:
         self.ragged = plan.program.covered(plan.contracted) != self.extent
 
     def place(self, row: Any, p: int) -> tuple[Any, Any]:
-        """A thread's row in pass ``p``, as a number of passes on from its first one, ``row``, and
-        a predicate that is true if there is one; None if all threads that come here have one.
-        Where there is none, the row before is read again."""
+        """A thread's row in pass ``p``, counted from its first one, ``row``, and a predicate.
+        The row is a number of passes; the predicate is true if there is one, None if all threads
+        that come here have one. Where there is none, the row before is read again."""
         if p == 0 or (p + 1) * self.height <= self.rows:
             return p, None
         inside = row + p * self.height < self.rows

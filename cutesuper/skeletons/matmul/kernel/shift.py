@@ -1,5 +1,5 @@
-"""The shift that helper warps subtract from the rows before anything else: see
-`skeletons.matmul.shift`.
+"""The shift that helper warps subtract from the rows before anything else.
+See `skeletons.matmul.shift`.
 
 Eight threads read 16 bytes each, an eighth of the row apart, straight from memory while the first
 stages are on their way. All blocks of a cluster read the same, so they agree on the number.
@@ -40,8 +40,8 @@ class RowShift:
         self.of_products = self.shift is not None and self.shift.products
 
     def fragments(self) -> list[list[cute.Tensor]]:
-        """Registers for the sample: for each pass of a thread over the rows, 16 bytes of every
-        tensor; empty without a shift."""
+        """Registers for the sample; empty without a shift.
+        For each pass of a thread over the rows, 16 bytes of every tensor."""
         if self.shift is None:
             return []
         leaves = self.shift.source.leaves
@@ -49,9 +49,9 @@ class RowShift:
 
     @cute.jit
     def load(self, pieces, here):
-        """Load the sample. If the kernel does not depend on a predecessor, this is the first
-        thing that the helpers do: behind the weights it would wait for 2 us in the queue of the
-        memory."""
+        """Load the sample.
+        If the kernel does not depend on a predecessor, this is the first thing that the helpers do:
+        behind the weights it would wait for 2 us in the queue of the memory."""
         k, plan = self.k, self.k.plan
         thread, tile = here.thread, here.tile
         last = k.extents.of(plan.row, here.tensors) - 1

@@ -63,9 +63,9 @@ class RowSide:
 
     @cute.jit
     def read_tile(self, here, at, turn, fresh, shifts):
-        """Read every stage once; then reduce over the cluster and compute the row values. Without a
-        prologue there is nothing to do if the previous tile had the same rows (``fresh`` false).
-        Return the next slot of the ring."""
+        """Read every stage once; then reduce over the cluster and compute the row values.
+        Without a prologue there is nothing to do if the previous tile had the same rows (``fresh``
+        false). Return the next slot of the ring."""
         k, plan, memory, ring = self.k, self.k.plan, here.memory, here.memory.ring
         thread = here.thread
         if cutlass.const_expr(plan.rewrites_rows):
@@ -108,8 +108,8 @@ class RowSide:
 
     @cute.jit
     def read_rows(self, memory, totals, shifts, first_row, own, lane8, stage, depth):
-        """Process a thread's rows of one stage, from the ``own`` one behind the block's first one:
-        add to the statistics, apply the prologue."""
+        """Process a thread's rows of one stage: add to the statistics, apply the prologue.
+        Its first row is the ``own`` one behind the block's first one."""
         k, row, width = self.k, first_row + own, self.tile.width
         place = (lane8 ^ (row % 8)) * width  # the same for all rows, which are 8 or 16 apart
         # short loops are unrolled whole, so that their reads are all in flight together
@@ -150,8 +150,8 @@ class RowSide:
 
     @cute.jit
     def rewrite(self, memory, values, offset, at, inside):
-        """Replace 16 bytes of the row operand by the operand of the products, if they are
-        ``inside`` the tile."""
+        """Replace 16 bytes of the row operand by the operand of the products.
+        Only if they are ``inside`` the tile."""
         k, prologue = self.k, self.k.plan.prologue
         if cutlass.const_expr(prologue is None):
             (v,) = (values[op] for op in k.plan.rows)

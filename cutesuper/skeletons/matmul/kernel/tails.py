@@ -26,8 +26,9 @@ from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
 
 @dataclass(frozen=True)
 class HiddenMemory:
-    """Shared memory of `Tails`: operands along hidden labels in the ring, the same as products read
-    them, and both operands of the products after the loop."""
+    """Shared memory of `Tails`.
+    Operands along hidden labels in the ring, the same as products read them, and both operands of
+    the products after the loop."""
 
     inner: list[cute.Tensor]
     inner_read: list[cute.Tensor]

@@ -1,5 +1,5 @@
-"""Assignment of tiles to blocks: one tile each, every n-th of a sequence (persistent blocks), or
-the next one of it that no block has.
+"""Assignment of tiles to blocks: one each, every n-th of a sequence, or the next one.
+Persistent blocks take every n-th; the next one is one that no block has.
 
 The sequence goes through groups of row tiles (`MatmulPlan.group`) column by column, every second
 group backwards, so that the tiles of one moment need few rows and columns, and the next ones find
@@ -61,8 +61,7 @@ class Walk:
         return sum(self.k.plan.section_tiles) // self.sharing.blocks
 
     def section(self, column: Any) -> tuple[Any, Any]:
-        """Index in `MatmulPlan.sections`, and the tile among its columns, of the ``column``-th tile
-        of all."""
+        """Index in `MatmulPlan.sections` of the ``column``-th tile, and its place there."""
         section, own, start = 0, column, 0
         for n, tiles in enumerate(self.k.plan.section_tiles[:-1]):
             start += tiles
@@ -94,8 +93,8 @@ class Walk:
 
     @cute.jit
     def take(self, here, visit: cutlass.Constexpr[Visit], carried, asks: cutlass.Constexpr):
-        """Begin with the tile of this block's index, and go on with those that are handed out. The
-        next one is asked for before the tile is loaded."""
+        """Begin with the tile of this block's index, and go on with those that are handed out.
+        The next one is asked for before the tile is loaded."""
         handout = here.memory.handout
         bx, _, _ = cute.arch.block_idx()
         first = bx // self.sharing.blocks

@@ -98,8 +98,8 @@ class TileStore:
         return pieces, Barriers.allocate(alloc, count) if self.loads else None
 
     def partition(self, atoms: list[Any], coords: list[Any], memory: Memory) -> list[Any]:
-        """For every copy: the atom, the pieces' slots and the tensor's pieces, which begin at every
-        row where one may."""
+        """For every copy: the atom, the pieces' slots and the tensor's pieces.
+        Pieces begin at every row where one may."""
         shape, found = (STORE_ROWS, STORE_COLUMNS), []
         for atom, coord in zip(atoms, coords, strict=True):
             places = (None,) * cute.rank(coord)
@@ -111,8 +111,8 @@ class TileStore:
         return found
 
     def piece(self, copy: Any, view: View, here: Here, i: int, first: int) -> tuple[Any, Any]:
-        """Slots, and the piece of a tensor in this warpgroup's ``i``-th block of columns from row
-        ``first`` of the tile on."""
+        """Slots, and the piece of a tensor in this warpgroup's ``i``-th block of columns.
+        From row ``first`` of the tile on."""
         k, tile, (_, slots, pieces) = self.k, here.tile, copy
         block = k.block(i, here.warp)
         at = tuple(tile.batch[d] for d in k.batch_of(view))
@@ -229,8 +229,8 @@ class TileStore:
         n: cutlass.Constexpr,
         buffer,
     ):
-        """Apply an output's expression to a piece, with what has come for it, and write it to its
-        buffer."""
+        """Apply an output's expression to a piece, and write it to its buffer.
+        The piece has what has come for it."""
         k, output = self.k, self.k.plan.outputs[o]
         block = k.block(i, here.warp)
         loaded = [self.read(x, here, self.buffer(n, x, here)) for x in range(self.loads)]
@@ -266,7 +266,7 @@ class TileStore:
         return column.load().to(Float32)
 
     def read(self, x: int, here: Here, buffer: Any) -> cute.Tensor:
-        """This thread's elements of a piece of the ``x``-th tensor, in the order of `transpose`."""
+        """The thread's elements of a piece of the ``x``-th tensor, in the order of `transpose`."""
         plan = self.k.plan
         dtype = dtype_of(plan, plan.loads[plan.pieced[x]])
         words, atom = fragment(2 * VALUES, dtype), transposed_atom(dtype)
@@ -282,8 +282,8 @@ class TileStore:
             cute.copy(atom, neighbours(words.iterator + 8 * s, 8), neighbours(place, 8))
 
     def blocks(self, here: Here, buffer: Any, dtype: Any) -> Iterator[Any]:
-        """For every four 8x8 blocks of a warp, the row that this lane gives the address of: lane
-        ``8 i + r`` gives row ``r`` of block ``i``."""
+        """The row that this lane gives the address of, for every four 8x8 blocks of a warp.
+        Lane ``8 i + r`` gives row ``r`` of block ``i``."""
         base = cute.recast_ptr(here.memory.pieces.iterator, dtype=dtype) + buffer * PIECE_ELEMENTS
         lane = here.lane
         row = lane % 8

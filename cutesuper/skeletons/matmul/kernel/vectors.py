@@ -1,5 +1,5 @@
-"""Products of vectors in the matmul loop: an extra tile of vectors, its writers, multipliers and
-readers.
+"""Products of vectors in the matmul loop: an extra tile, its writers and its readers.
+Multipliers read it, too.
 
 A stage has one more K-major tile of 8 rows with the 128-byte swizzle, whose first rows are the
 vectors; the remaining rows are never read back, as the rows of a product do not mix. A product of 8

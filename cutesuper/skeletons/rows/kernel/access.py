@@ -69,8 +69,8 @@ class Access:
         writes: bool,
         left: Any,
     ) -> None:
-        """Read or write ``vector`` elements of a row, in accesses as wide as the tensor's alignment
-        allows."""
+        """Read or write ``vector`` elements of a row.
+        Accesses are as wide as the tensor's alignment allows."""
         wide = self.alignment(view)
         stride = view.stride(self.plan.column)
         for e in range(0, self.k.vector, wide):

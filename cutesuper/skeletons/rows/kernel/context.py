@@ -1,5 +1,6 @@
-"""Facts that the parts of a row loop read: the plan, what follows from it and, while tracing, the
-memory of the block, the places of block and thread, and the rows of a thread.
+"""Facts that the parts of a row loop read.
+The plan, what follows from it and, while tracing, the memory of the block, the places of block and
+thread, and the rows of a thread.
 
 Parts are given these and the parts that they use, never the kernel.
 """
@@ -78,8 +79,8 @@ class Known:
         return (p * self.piece + c) * self.lanes * self.vector
 
     def inside(self, p: int, place: Place) -> list[Any]:
-        """Predicates of the accesses of a piece that are true before the end of the part; None if
-        true for all lanes."""
+        """Predicates of the accesses of a piece that are true before the end of the part.
+        None if true for all lanes."""
         smallest = self.plan.length - (self.plan.parts - 1) * self.plan.width
         starts = [self.chunk_at(p, c) for c in range(self.piece)]
         return [
@@ -89,8 +90,8 @@ class Known:
         ]  # fmt: skip
 
     def columns(self, p: int, piece: int, first: Any) -> Any:
-        """Positions (Int32 fragment) of a piece in the part of this block; ``first``: that of the
-        thread."""
+        """Positions (Int32 fragment) of a piece in the part of this block.
+        ``first``: that of the thread."""
         index = fragment((self.vector, piece), Int32)
         for c in range(piece):
             for e in range(self.vector):

@@ -43,8 +43,8 @@ class Exchange:
 
     @cute.jit
     def start_barriers(self, memory, tidx):
-        """Initialise one barrier for each level and set of slots; it counts the values sent by the
-        cluster."""
+        """Initialise one barrier for each level and set of slots.
+        It counts the values sent by the cluster."""
         if cutlass.const_expr(self.plan.cluster > 1):
             if tidx == 0:
                 memory.reduced.initialise()
@@ -74,8 +74,8 @@ class Exchange:
         memory: Memory,
         place: Place,
     ) -> dict[tuple[int, int], Any]:
-        """Hand over this warp's part of every reduction of level n and row; after it returns, all
-        warps of the block have done so, and have read their tile."""
+        """Hand over this warp's part of every reduction of level n and row.
+        After it returns, all warps of the block have done so, and have read their tile."""
         plan, k = self.plan, self.k
         reduced = {key: self.warp(k.kind(key[0]), x) for key, x in partial.items()}
         warp = (place.lane // 32) % self.warps

@@ -85,8 +85,8 @@ class Finish:
         return partials.iterator + index * plan.pitch
 
     def as_columns(self, acc: cute.Tensor, op: str, place: Place) -> list[cute.Tensor]:
-        """Place a value of rows in column 0 of a row of columns: the value of the group's first
-        thread, in the first block of the cluster."""
+        """Place a value of rows in column 0 of a row of columns.
+        The value is that of the group's first thread, in the first block of the cluster."""
         k, found = self.k, []
         for p in range(k.chunks // k.piece):
             columns = filled((k.vector, k.piece), NEUTRAL[op])
@@ -151,8 +151,7 @@ class Finish:
 
     @cute.jit
     def add_slice(self, unit, column, floats, partials, tensors, place):
-        """Add up the parts of some columns, then apply and store the operations that follow the
-        sums."""
+        """Add up the parts of some columns, then apply and store the operations after the sums."""
         plan = self.plan
         x, y = place.thread % self.across, place.thread // self.across
         totals, partial = floats, floats + len(plan.sums) * plan.slice_columns
@@ -189,8 +188,8 @@ class Finish:
         self.put(values, total)
 
     def row_of(self, place: Place) -> Any:
-        """Index of a thread's row of partial sums: the lanes of a warp have been combined
-        before."""
+        """Index of a thread's row of partial sums.
+        The lanes of a warp have been combined before."""
         return place.thread // max(32, self.across)
 
     def neighbour(self, values: cute.Tensor, distance: int) -> cute.Tensor:
@@ -235,8 +234,8 @@ class Finish:
         return values
 
     def get_inside(self, base: Any, part: Any, each: int, neutral: Any) -> cute.Tensor:
-        """Read 4 values of a part, neutral if there is no such part; a branch for each load would
-        put them on the stack."""
+        """Read 4 values of a part, neutral if there is no such part.
+        A branch for each load would put them on the stack."""
         last = self.plan.partials - 1
         values = self.get(base + cutlass.min(part, last) * each)
         for e in range(ITEM):

@@ -1,5 +1,5 @@
-"""The row loop as a traced kernel: blocks walk over tiles of rows; see
-`cutesuper.skeletons.rows.plan`.
+"""The row loop as a traced kernel: blocks walk over tiles of rows.
+See `cutesuper.skeletons.rows.plan`.
 
 A thread has the same columns of all its rows. Its computation is traced piece by piece, on
 fragments of these columns; the values of a piece live in a `Values`, which evaluates an operation
@@ -173,9 +173,9 @@ class RowLoopKernel:
 
     @cute.jit
     def leave(self, count, memory, sources, scratch, sums):
-        """Hand over this block's sums: if possible as soon as the last tile has been added, before
-        its results are computed and stored (4096x4096 backward, prototype: 28.6 us, 29.3 after
-        them).
+        """Hand over this block's sums.
+        If possible as soon as the last tile has been added, before its results are computed and
+        stored (4096x4096 backward, prototype: 28.6 us, 29.3 after them).
 
         The last tile is code of its own: a branch in the loop cost 4% at 32768x4096.
         """
@@ -196,8 +196,9 @@ class RowLoopKernel:
         sums: list[Any],
         scratch: list[cute.Tensor] | None = None,
     ) -> None:
-        """Process one tile, from one exchange to the next; ``scratch`` is given for the last one,
-        where the sums are handed over as soon as they include it."""
+        """Process one tile, from one exchange to the next.
+        ``scratch`` is given for the last one, where the sums are handed over as soon as they
+        include it."""
         plan, tensors, place = self.plan, sources.tensors, sources.place
         self.exchange.arm(it, memory, place)
         rows = self.tiles.read(it, memory, tensors, place)
@@ -241,7 +242,7 @@ class RowLoopKernel:
             self.tiles.refill(it, count, memory, tensors, place)
 
     def reduced(self, i: int, values: Values, p: int, place: Place) -> Any:
-        """This thread's part of a reduction along the row."""
+        """The thread's part of a reduction along the row."""
         source, kind = self.plan.program.ops[i].inputs[0], self.k.kind(i)
         exact = self.plan.program.ops[i].facets.selects
         if exact and self.plan.program.ops[source].kind == LOAD:

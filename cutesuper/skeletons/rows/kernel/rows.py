@@ -145,8 +145,8 @@ class RowKernel:
         group: Any,
         first: Any,
     ) -> dict[int, Any]:
-        """Evaluate every operation but the stores, as fp32 fragments and row scalars; elements that
-        were loaded ahead become fp32 at their first use."""
+        """Evaluate every operation but the stores, as fp32 fragments and row scalars.
+        Elements that were loaded ahead become fp32 at their first use."""
         plan = self.plan
         values: dict[int, Any] = {}
         for i in (*plan.order, *plan.stores):
@@ -180,7 +180,7 @@ class RowKernel:
         if not self.plan.rows:
             return Int32(0)
         found = self.extents.place(view, self.plan.rows, row, tensors)
-        wide = self.vector if view.stride(self.plan.column) == 1 else 1
+        wide = self.vector if view.contiguous(self.plan.column) else 1
         return cute.assume(found, divby=wide)
 
     def start(self, view: View, tensors: list[cute.Tensor], row: Any) -> cute.Pointer:
@@ -207,10 +207,10 @@ class RowKernel:
         return found | wide
 
     def widened(self, i: int) -> bool:
-        """True if a load becomes fp32 inside the branch, which keeps the compiler from splitting
-        the branch into single conditions (weights were then loaded after the sum). This holds for
-        rows that are reduced, except for maxima, which are taken in the stored type. Weights stay
-        packed, in fewer registers."""
+        """True if a load becomes fp32 inside the branch.
+        That keeps the compiler from splitting the branch into single conditions (weights were then
+        loaded after the sum). This holds for rows that are reduced, except for maxima, which are
+        taken in the stored type. Weights stay packed, in fewer registers."""
         plan, ops = self.plan, self.plan.program.ops
         exact = any(ops[n].facets.selects for n in plan.reductions if i in ops[n].inputs)
         varies = any(d in plan.loads[i].labels for d in plan.rows)
@@ -241,16 +241,19 @@ class RowKernel:
         """Read a row; elements past its end are not used, and are read from its last access."""
         base = self.start(view, tensors, row)
         if not isinstance(view, Indexed):
-            self.read_from(base, view, first, registers)
+            self.read_from(base, view, tensors, first, registers)
         elif self.plan.column in view.index.labels:
             self.read_each(base, view, tensors, row, first, registers)
         else:
             place, known = self.place(view, tensors, row)
             place = cute.assume(place, divby=math.gcd(self.vector, view.row_stride))
-            self.read_from(base + place, view, first, registers)
+            self.read_from(base + place, view, tensors, first, registers)
             self.keep_known(known, registers)
 
-    def read_from(self, base: cute.Pointer, view: View, first: Any, registers: cute.Tensor) -> None:
+    def read_from(
+        self, base: cute.Pointer, view: View, tensors: list[cute.Tensor], first: Any,
+        registers: cute.Tensor,
+    ) -> None:  # fmt: skip
         """Read a row from its first element on."""
         if self.plan.column not in view.labels:
             registers[0] = one(base + 0)[0]
@@ -259,7 +262,7 @@ class RowKernel:
             at = first + c * (self.lanes * self.vector)
             if self.ragged:
                 at = cutlass.min(at, self.length - self.vector)
-            self.read(view, base, at, registers[None, c])
+            self.read(view, tensors, base, at, registers[None, c])
 
     def read_each(
         self,
@@ -291,8 +294,8 @@ class RowKernel:
         return named_row(view, index)
 
     def places(self, tensors: list[cute.Tensor], row: Any) -> dict[int, tuple[Any, Any]]:
-        """`place` of the row for each store through an index that has one for it: the index is read
-        before the row is computed."""
+        """`place` of the row for each store through an index that has one for it.
+        The index is read before the row is computed."""
         stores = self.plan.stores.items()
         own = {i: v for i, v in stores if isinstance(v, Indexed)}
         return {
@@ -326,20 +329,26 @@ class RowKernel:
             return registers[0].to(Float32) if registers.element_type.is_float else registers[0]
         return widen(registers)
 
-    def read(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
-        """Read ``vector`` elements of a row: in one access if they are contiguous, else one by
-        one."""
-        stride = self.extents.stride(view, self.plan.column, [])  # a number: rows are not symbolic
-        if view.stride(self.plan.column) == 1:
+    def read(
+        self, view: View, tensors: list[cute.Tensor], base: cute.Pointer, at: Any,
+        registers: cute.Tensor,
+    ) -> None:  # fmt: skip
+        """Read ``vector`` elements of a row, in one access if they are contiguous.
+        Else one by one."""
+        stride = self.extents.stride(view, self.plan.column, tensors)
+        if view.contiguous(self.plan.column):
             cute.autovec_copy(self.piece(base, at), registers)
             return
         for e in range(self.vector):
             registers[e] = element(base, (at + e) * stride)
 
-    def write(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
+    def write(
+        self, view: View, tensors: list[cute.Tensor], base: cute.Pointer, at: Any,
+        registers: cute.Tensor,
+    ) -> None:  # fmt: skip
         """Write ``vector`` elements of a row: the inverse of `read`."""
-        stride = self.extents.stride(view, self.plan.column, [])
-        if view.stride(self.plan.column) == 1:
+        stride = self.extents.stride(view, self.plan.column, tensors)
+        if view.contiguous(self.plan.column):
             cute.autovec_copy(registers, self.piece(base, at))
             return
         for e in range(self.vector):
@@ -382,8 +391,9 @@ class RowKernel:
         return v
 
     def turn(self, value: Any, operator: Operator, tidx: Any, lane: Any) -> Any:
-        """The elements of a row in other places: halves are exchanged within a thread if it has
-        several accesses, else with the thread that has the same place in the other half."""
+        """The elements of a row in other places.
+        Halves are exchanged within a thread if it has several accesses, else with the thread that
+        has the same place in the other half."""
         shape, half = (self.vector, self.chunks), self.chunks // 2
         _, signs = operator.places(self.length)
         first, second = Float32(signs[0]), Float32(signs[-1])
@@ -414,9 +424,9 @@ class RowKernel:
         count: cutlass.Constexpr,
         writes,
     ):
-        """Combine ``count`` partial results of a row through shared memory; each reduction has
-        slots of its own, so one barrier suffices. The second number of pairs lies ``apart`` slots
-        behind the first."""
+        """Combine ``count`` partial results of a row through shared memory.
+        Each reduction has slots of its own, so one barrier suffices. The second number of pairs
+        lies ``apart`` slots behind the first."""
         given = words(v)
         if writes:
             for k in cutlass.range_constexpr(len(given)):
@@ -429,8 +439,8 @@ class RowKernel:
         return total
 
     def inside(self, first: Any) -> list[Any]:
-        """Predicates of the accesses of a fragment that are true inside the row; None if true for
-        all lanes."""
+        """Predicates of the accesses of a fragment that are true inside the row.
+        None if true for all lanes."""
         each = self.lanes * self.vector
         return [
             first + c * each < self.length if (c + 1) * each > self.length else None
@@ -452,9 +462,9 @@ class RowKernel:
                     at = first + c * (self.lanes * self.vector)
                     if cutlass.const_expr(self.ragged):
                         if at < self.length:
-                            self.write(view, base, at, registers[None, c])
+                            self.write(view, tensors, base, at, registers[None, c])
                     else:
-                        self.write(view, base, at, registers[None, c])
+                        self.write(view, tensors, base, at, registers[None, c])
 
     @cute.jit
     def put(
@@ -468,8 +478,8 @@ class RowKernel:
         valid,
         found: cutlass.Constexpr,
     ):
-        """Write a fragment, or a scalar of the row by its first thread, to the place that an index
-        names, if the tensor has it.
+        """Write a fragment, or a row's scalar by its first thread, to the place of an index.
+        Only if the tensor has that place.
 
         ``found``: `place` of the row; None if every element has its own.
         """
@@ -487,7 +497,7 @@ class RowKernel:
                 for c in cutlass.range_constexpr(self.chunks):
                     at = first + c * (self.lanes * self.vector)
                     if at < self.length:
-                        self.write(view, base, at, registers[None, c])
+                        self.write(view, tensors, base, at, registers[None, c])
         else:
             registers = stored(value, (self.vector, self.chunks), dtype)
             base = target + self.offset(view, tensors, row)

@@ -124,8 +124,8 @@ class Scan:
                 put(self.slots + (at + (word * self.count + c * self.warps)), x)
 
     def _carried(self, lane: Any) -> list[Sum]:
-        """The sums of all warps and accesses before each access of this warp: every warp sums up
-        all slots, as many at a time as it has lanes."""
+        """The sums of all warps and accesses before each access of this warp.
+        Every warp sums up all slots, as many at a time as it has lanes."""
         total, found = self._nothing(), list[Sum]()
         for first in range(0, self.count, WARP):
             at = self.base + cutlass.min(first + lane, self.count - 1)

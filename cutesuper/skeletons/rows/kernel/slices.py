@@ -101,8 +101,7 @@ class Slices:
 
     @cute.jit
     def run(self, asked, memory, tensors, here):
-        """Sum the rows read ahead and those after them, then apply and store the operations that
-        follow."""
+        """Sum the rows read ahead and those after them, then store what follows."""
         plan = self.plan
         sources = self.sources(tensors, here)
         sums = []

@@ -198,8 +198,8 @@ class Tiles:
 
     @cute.jit
     def copy_rows(self, into, barrier, tensors, row, r, count: cutlass.Constexpr, place):
-        """Issue bulk loads of ``count`` neighbouring rows of all operands, to row r of the
-        stage."""
+        """Issue bulk loads of ``count`` neighbouring rows of all operands, to a row of the stage.
+        ``r`` is that row."""
         for n in cutlass.range_constexpr(len(self.plan.streamed)):
             i = self.plan.streamed[n]
             if cutlass.const_expr(self.last_width() == self.plan.width):

@@ -123,8 +123,8 @@ class Values:
         return operator.scalar(self.k.math, args, op.attributes)
 
     def masked(self, op: BlockOp, args: list[Any]) -> Any:
-        """Evaluate an operator that takes positions: columns along the row, rows if they are
-        walked."""
+        """Evaluate an operator that takes positions.
+        Columns along the row, rows if they are walked."""
         k, place = self.k, self.place
         rows, columns = (op.attributes.get(name) for name in ("rows", "columns"))
         extents = tuple(k.extents.of(d, self.sources.tensors) if d else 1 for d in (rows, columns))

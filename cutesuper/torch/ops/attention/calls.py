@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn.functional as F
 
 from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
-from cutesuper.ir.dims import extent
+from cutesuper.ir.dims import MAX_ELEMENTS, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.programs import Kept
@@ -134,6 +135,7 @@ class Plan:
         limit: number of visible keys of every sequence; 0: no limit.
         output: the output as ``[B, H, L, D]``; None if that is what the kernels return.
         kind: the kernels.
+        extents: of the call.
     """
 
     run: Runner
@@ -142,6 +144,7 @@ class Plan:
     limit: int
     output: View | None
     kind: Kind
+    extents: Extents
 
     def __call__(
         self,
@@ -165,7 +168,7 @@ class Plan:
             inputs.append(lengths)
         inputs += [t for t in others if t is not None]
         if mask is not None:
-            inputs.append(mask_values(mask, self.kind))
+            inputs.append(mask_values(mask, self.kind, self.extents))
         inputs += limits.values(4 + (self.kind.group > 1))
         [y] = self.run(inputs)
         return y if self.output is None else y.as_strided(*self.output)
@@ -240,7 +243,7 @@ def _plan(r: Request) -> Plan:
     kind = kind_of(r, query_order, key, value, r.key_lengths is not None or limit > 0)
     h, g = kind.heads, kind.group
     extents = Extents(r.query.shape[0], r.query.shape[2], key.positions)
-    kind = kind if r.mask is None else kind.of(extents)
+    kind = kind if fits_open(kind, extents) else kind.of(extents)
     b, n = extents.batch, extents.rows
     views = tuple(
         None if _is_plain(t, shape) else compact(shape)
@@ -254,7 +257,22 @@ def _plan(r: Request) -> Plan:
     plain = g == 1 and query_order is Order.HEADS
     output = None if plain else ((b, heads, n, width), strides)
     capacity = key.positions if key.positions != r.positions else 0
-    return Plan(runner_of(kind, extents, r.query.device), views, capacity, limit, output, kind)
+    run = runner_of(kind, extents, r.query.device)
+    return Plan(run, views, capacity, limit, output, kind, extents)
+
+
+def fits_open(kind: Kind, extents: Extents) -> bool:
+    """True if kernels for any extents can address the mask, or all scores for its gradient."""
+    if kind.mask is None:
+        return True
+    own, scores = kind.mask, (extents.batch, extents.rows, extents.keys)
+    shape = scores_shape(kind, extents) if own.gradient else mask_shape(kind, own, scores)
+    return prod(map(extent, shape)) <= MAX_ELEMENTS
+
+
+def scores_shape(kind: Kind, extents: Extents) -> tuple[int, ...]:
+    """Extents of the scores."""
+    return (extents.batch, kind.heads, kind.group, extents.rows, extents.keys)
 
 
 def memory_of(kind: Kind, extents: Extents) -> tuple[tuple[int, ...], ...]:
@@ -336,18 +354,19 @@ def _mask_kind(r: Request, mask: torch.Tensor) -> MaskKind:
     return MaskKind(dtype, hides, batch, heads, rows, r.mask_gradient)
 
 
-def mask_values(mask: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """The mask of a call as kernels read it: contiguous, 1 and 0 for conditions, with zeros for the
-    positions of a cache that are not in use."""
+def mask_values(mask: torch.Tensor, kind: Kind, extents: Extents) -> torch.Tensor:
+    """The mask of a call as kernels read it: contiguous, 1 and 0 for conditions.
+    With zeros for the positions of a cache that are not in use."""
     own = kind.mask
     assert own is not None
     given = mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
     for d, differs in enumerate((own.batch, own.heads, own.rows)):
         given = given if differs else given.narrow(d, 0, 1)
     given = given.to(own.dtype.torch)
-    if behind := extent(kind.keys) - given.shape[-1]:
+    if behind := extents.keys - given.shape[-1]:
         given = F.pad(given, (0, behind))
-    return given.contiguous().view(mask_shape(kind, own))
+    shape = mask_shape(kind, own, (extents.batch, extents.rows, extents.keys))
+    return given.contiguous().view([extent(d) for d in shape])
 
 
 def _memory(b: int, heads: tuple[int, int], rows: int, width: int, order: Order) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd.function import once_differentiable
 
-from cutesuper.autodiff.gradient import Split
 from cutesuper.errors import ShapeError
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
@@ -18,6 +17,7 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.serial import dumps
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
 from cutesuper.torch.ops.attention.calls import KEPT_PLANS, Request, check
+from cutesuper.torch.ops.attention.gradient import compiled
 from cutesuper.torch.ops.attention.kind import KEPT_KINDS, Runner
 from cutesuper.torch.ops.attention.score_functions import (
     Call,
@@ -54,8 +54,9 @@ _hidden: WeakKeyDictionary[Any, dict[tuple[Any, ...], Hidden]] = WeakKeyDictiona
 
 
 def hidden_by(block_mask: Any, shape: tuple[int, int, int, int], like: torch.Tensor) -> Hidden:
-    """The part of scores ``[B, H, L, S]`` that a block mask hides, on the device of ``like``. It is
-    computed once, and compared with a causal mask, of which kernels load no tile that nobody sees.
+    """The part of scores ``[B, H, L, S]`` that a block mask hides, on the device of ``like``.
+    It is computed once, and compared with a causal mask, of which kernels load no tile that nobody
+    sees.
 
     Raises:
         ShapeError: it is one of other lengths.
@@ -93,8 +94,8 @@ def _found_hidden(block_mask: Any, shape: tuple[int, ...], like: torch.Tensor) -
 
 
 def _ranges(mask: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """The limits of a mask of which every row sees a range of keys, and none begins or ends before
-    that of the row in front; None for any other."""
+    """The limits of a mask of which every row sees a range of keys.
+    None begins or ends before that of the row in front. None for any other mask."""
     keys = mask.shape[-1]
     count = mask.sum(-1, keepdim=True)
     starts = mask.int().argmax(-1, keepdim=True)
@@ -137,16 +138,10 @@ def _made(program: Program, device: torch.device) -> Passes:
     both = program.split
     if device.type in KERNEL_DEVICES:
         key = dumps(both.forward) + dumps(both.backward)
-        runners = _kernels.made_on(device, key, "flex_attention", lambda: _compiled(both))
+        runners = _kernels.made_on(device, key, "flex_attention", lambda: compiled(both))
     else:
         runners = _reference(both.forward), _reference(both.backward)
     return Passes(program, *runners)
-
-
-def _compiled(both: Split) -> tuple[Runner, Runner]:
-    from cutesuper.pipeline import best_kernel
-
-    return best_kernel(both.forward), best_kernel(both.backward)
 
 
 def _reference(graph: KernelGraph) -> Runner:
@@ -194,9 +189,9 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """``softmax(score_mod(query key^T * scale, b, h, q, k)) value``, like
-    ``torch.nn.attention.flex_attention.flex_attention``, with gradients of query, key, value and of
-    tensors that the function reads.
+    """``softmax(score_mod(query key^T * scale, b, h, q, k)) value``, as `flex_attention`.
+    Like ``torch.nn.attention.flex_attention.flex_attention``, with gradients of query, key, value
+    and of tensors that the function reads.
 
     Args:
         query: ``[B, Hq, L, D]``, of float16 or bfloat16; of float32 on the CPU only.
@@ -257,8 +252,8 @@ def _call(r: Request, hidden: Hidden) -> Call:
 def _tensors(
     r: Request, call: Call, passes: Passes, given: dict[str, torch.Tensor], hidden: Hidden
 ) -> tuple[Any, ...]:
-    """The names of the inputs, then the inputs, in the shapes of the graph; ``given`` are those
-    that PyTorch computed, by their own names."""
+    """The names of the inputs, then the inputs, in the shapes of the graph.
+    ``given`` are those that PyTorch computed, by their own names."""
     c = call
     found = {
         "query": r.query.reshape(c.batch, c.heads, c.group, c.rows, c.width),

@@ -1,5 +1,5 @@
-"""Gradients of attention: a forward pass that keeps the logarithm of the sum of each row, and
-kernels that compute the scores again (arXiv:2205.14135).
+"""Gradients of attention: kernels compute the scores again (arXiv:2205.14135).
+The forward pass keeps the logarithm of the sum of each row.
 
 Both passes are operators of ``torch.library``, so that compilers see them::
 
@@ -12,14 +12,13 @@ Kernels are those of one kind of call with its extents; CPU tensors run the refe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from cutesuper.autodiff.gradient import Split, split
-from cutesuper.errors import GraphError
-from cutesuper.ir.dims import extent
+from cutesuper.errors import GraphError, LoweringError, ScheduleError, SearchError
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
@@ -31,6 +30,7 @@ from cutesuper.torch.ops.attention.calls import (
     Request,
     check,
     facts,
+    fits_open,
     kind_of,
     mask_values,
     memory_of,
@@ -55,13 +55,15 @@ class Passes:
     """The execution of both passes of one kind of call.
 
     Attributes:
-        kind: the kernels, for just these extents.
+        kind: the kernels.
+        extents: of the call.
         memory: extents of query, key and value in the order of memory.
         split: the graphs.
         forward, backward: take their inputs.
     """
 
     kind: Kind
+    extents: Extents
     memory: tuple[tuple[int, ...], ...]
     split: Split
     forward: Runner
@@ -73,8 +75,8 @@ class Passes:
         return [made[0], made[self.split.saved["lse"]]]
 
     def gradients(self, r: Request, kept: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory, and
-        that of the mask, which is empty if it has none.
+        """The gradients of query, key and value ``[B, H, S, D]``, in their orders of memory.
+        And that of the mask, which is empty if it has none.
 
         ``kept``: the result, the logarithms and the cotangent, by name.
         """
@@ -99,14 +101,13 @@ class Passes:
         if r.key_lengths is not None:
             found["lengths"] = r.key_lengths
         if r.mask is not None:
-            found["mask"] = mask_values(r.mask, self.kind)
+            found["mask"] = mask_values(r.mask, self.kind, self.extents)
         names = ("starts" if lower else "ends" for _, lower in r.limits.given)
         return found | dict(zip(names, r.limits.values(len(self.memory[0])), strict=True))
 
     def _in_order(self, t: torch.Tensor) -> torch.Tensor:
         """The result or its cotangent as the graph has it."""
-        graph = self.split.forward
-        shape = [extent(d) for d in graph.nodes[graph.outputs[0]].shape]
+        shape = *self.memory[0][:-1], t.shape[-1]
         return _stored(t, self.kind.query_order).contiguous().view(shape)
 
     def _values(self, graph: KernelGraph, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -114,8 +115,8 @@ class Passes:
 
 
 def _mask_gradient(r: Request, found: Maybe) -> torch.Tensor:
-    """The gradient of the mask from that of the graph, if there is one; an empty tensor for a mask
-    that needs none."""
+    """The gradient of the mask from that of the graph, if there is one.
+    An empty tensor for a mask that needs none."""
     if not r.mask_gradient or r.mask is None:
         return r.query.new_empty(0)
     return torch.zeros_like(r.mask) if found is None else found.view(r.mask.shape)
@@ -135,7 +136,7 @@ def _logical(t: torch.Tensor, like: torch.Tensor, order: Order) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------ passes
 
 _passes: Kept[tuple[object, ...], Passes] = Kept(KEPT_PLANS)
-_kernels: Kept[Kind, tuple[Runner, Runner]] = Kept(KEPT_KINDS)
+_kernels: Kept[Kind, tuple[Split, Runner, Runner] | None] = Kept(KEPT_KINDS)
 
 
 def _passes_of(r: Request) -> Passes:
@@ -155,20 +156,44 @@ def _made(r: Request) -> Passes:
     order, *sides = (o for o in orders if o is not None)
     extents = Extents(r.query.shape[0], r.query.shape[2], r.positions)
     key, value = (Stored(o, r.positions) for o in sides)
-    kind = kind_of(r, order, key, value, r.key_lengths is not None).of(extents)
-    wrt = (*_TENSORS, "mask") if r.mask_gradient else _TENSORS
-    both = split(graph_of(kind), wrt, save=["out", "lse"])
-    if r.query.device.type in KERNEL_DEVICES:
-        runners = _kernels.made_on(r.query.device, kind, "attention", lambda: _compiled(both))
-    else:
-        runners = _reference(kind, both.forward), _reference(kind, both.backward)
-    return Passes(kind, memory_of(kind, extents), both, *runners)
+    kind = kind_of(r, order, key, value, r.key_lengths is not None)
+    if kind.mask is not None and kind.mask.gradient and not kind.mask.batch:
+        kind = replace(kind, batch=extents.batch, any_batch=False)  # what sums are over is a number
+    kind = kind if fits_open(kind, extents) else kind.of(extents)
+    made = _runners(kind, r.query.device) or _runners(kind.of(extents), r.query.device)
+    assert made is not None  # kernels for just these extents, or an error
+    return Passes(kind, extents, memory_of(kind, extents), *made)
 
 
-def _compiled(both: Split) -> tuple[Runner, Runner]:
+def _runners(kind: Kind, device: torch.device) -> tuple[Split, Runner, Runner] | None:
+    """The graphs of both passes and what runs them; None if no kernels take all extents."""
+    if device.type not in KERNEL_DEVICES:
+        both = _graphs(kind)
+        return both, _reference(kind, both.forward), _reference(kind, both.backward)
+    return _kernels.made_on(device, kind, "attention", lambda: _compiled(kind))
+
+
+def _graphs(kind: Kind) -> Split:
+    learned = kind.mask is not None and kind.mask.gradient
+    wrt = (*_TENSORS, "mask") if learned else _TENSORS
+    return split(graph_of(kind), wrt, save=["out", "lse"])
+
+
+def compiled(both: Split) -> tuple[Runner, Runner]:
+    """The kernels of a forward and a backward pass."""
     from cutesuper.pipeline import best_kernel
 
     return best_kernel(both.forward), best_kernel(both.backward)
+
+
+def _compiled(kind: Kind) -> tuple[Split, Runner, Runner] | None:
+    both = _graphs(kind)
+    try:
+        return both, *compiled(both)
+    except (SearchError, LoweringError, ScheduleError):
+        if kind.open:
+            return None
+        raise
 
 
 def _reference(kind: Kind, graph: KernelGraph) -> Runner:

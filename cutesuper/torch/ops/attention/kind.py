@@ -89,7 +89,7 @@ class Kind:
         lengths: whether keys are limited for each sequence.
         pages, page_size: of the caches; 0 if keys are not in pages.
         query_norm, key_norm: whether heads are normalized, with ``eps``.
-        mask: a tensor that meets the scores, for kernels of just these extents.
+        mask: a tensor that meets the scores.
         limits: tensors of limits.
     """
 
@@ -191,7 +191,7 @@ def _masked(
     scale = kind.dim**-0.5 if kind.scale is None else kind.scale
     scores = g.mul(g.matmul(query, g.transpose(key)), scale)
     if (mask := kind.mask) is not None:
-        beside = g.new_input(mask_shape(kind, mask), mask.dtype, "mask")
+        beside = g.new_input(mask_shape(kind, mask, scores.shape), mask.dtype, "mask")
         scores = g.hide(beside, scores) if mask.hides else g.add(scores, beside)
         scores = g.convert(scores, kind.dtype)  # a bias may be float32
     if lengths is not None:
@@ -212,12 +212,14 @@ def limit_shape(limit: LimitKind, scores: Sequence[Dim]) -> tuple[Dim, ...]:
     return (scores[0] if limit.batch else 1, *(1 for _ in scores[1:-2]), scores[-2], 1)
 
 
-def mask_shape(kind: Kind, mask: MaskKind) -> tuple[int, ...]:
-    """Extents of the mask tensor of a kind with just these extents."""
+def mask_shape(kind: Kind, mask: MaskKind, scores: Sequence[Dim]) -> tuple[Dim, ...]:
+    """Extents of a mask tensor, as the kernel graph has it.
+
+    ``scores``: those of the scores, of which the first (sequences) and the last two are read.
+    """
     own = (kind.heads, kind.group) if kind.group > 1 else (kind.heads,)
     heads = own if mask.heads else (1,) * len(own)
-    batch = kind.batch if mask.batch else 1
-    return (batch, *heads, extent(kind.rows) if mask.rows else 1, extent(kind.keys))
+    return (scores[0] if mask.batch else 1, *heads, scores[-2] if mask.rows else 1, scores[-1])
 
 
 def _stored(
@@ -326,8 +328,8 @@ def _made(kind: Kind) -> Kernel | None:
 
 
 def rows_of(rows: int) -> Dim:
-    """``Kind.rows`` for this number of queries: the symbol of its class. One query, as in decoding,
-    is a class of its own, whose kernels have no positions of queries."""
+    """``Kind.rows`` for this number of queries: the symbol of its class.
+    One query, as in decoding, is a class of its own, whose kernels have no positions of queries."""
     return 1 if rows == 1 else Symbol("L", class_of("queries", rows))
 
 

@@ -92,16 +92,14 @@ def attention(
     key_starts: torch.Tensor | None = None,
     key_ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``softmax(query key^T * scale) value``, like
-    ``torch.nn.functional.scaled_dot_product_attention``.
+    """``softmax(query key^T * scale) value``, like PyTorch's ``scaled_dot_product_attention``.
 
     CUDA tensors run kernels that are searched for at the first call with a kind of arguments
     (seconds) and kept; CPU tensors run the reference executor. Fits into ``torch.compile`` and,
     once it has run with the same kind of arguments, into CUDA graphs.
 
     Query, key and value have gradients: the call keeps one number for each row, and the backward
-    pass computes the scores again, in kernels for just these extents. Its results are the same bits
-    in every run.
+    pass computes the scores again. Its results are the same bits in every run.
 
     Args:
         query: ``[B, Hq, L, D]``, of float16 or bfloat16; of float32 on the CPU only. Contiguous, or
@@ -112,9 +110,8 @@ def attention(
         value: ``[B, Hkv, S, Dv]``, likewise.
         attn_mask: broadcasts to ``[B, Hq, L, S]``. Of bool: True where a key is seen, and rows that
             see none are zero; of float32 or the query's type: added to the scores, with a
-            gradient, which takes memory for all scores where the bias broadcasts. Its kernels
-            are for just these extents; where ``is_causal`` or ``key_lengths`` say the same, they
-            are faster.
+            gradient, which takes memory for all scores where the bias broadcasts. Where
+            ``is_causal`` or ``key_lengths`` say the same, they are faster.
         dropout_p: 0.
         is_causal: row i sees keys 0..i. With ``key_lengths`` the last row sees the last key of its
             sequence, and row i those up to L - 1 - i before it, as in decoding with a cache.
@@ -192,7 +189,7 @@ def _check_options(dropout_p: Any, enable_gqa: Any) -> None:
 
 
 def _lengths_of_one_row(query: torch.Tensor) -> Maybe:
-    """The lengths that say what a causal mask says of a single row, which sees the first key alone;
+    """The lengths that say what a causal mask says of a single row, which sees the first key alone.
     None for several rows. There are kernels for one row with lengths, none with a causal mask."""
     if query.dim() != 4 or query.shape[2] != 1:
         return None
@@ -204,8 +201,8 @@ def _is_one_key(key: torch.Tensor, page_table: Maybe) -> bool:
 
 
 def _with_a_hidden_key(tensors: tuple[Any, ...], mask: Maybe) -> tuple[tuple[Any, ...], Maybe]:
-    """The tensors with a second key behind the lengths. Kernels for just these extents count along
-    a label, which one key has not."""
+    """The tensors with a second key behind the lengths.
+    Kernels for just these extents count along a label, which one key has not."""
     query, key, value, lengths, *others = tensors
     if lengths is None:
         lengths = torch.ones(query.shape[0], dtype=torch.int32, device=query.device)
@@ -243,8 +240,9 @@ def packed_limits(
     is_causal: bool = False,
     window: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The limits of sequences that lie in a row, without padding between them, as arguments of
-    `attention`: ``attention(q, k, v, **packed_limits(cu_seqlens, rows=q.shape[2]))``.
+    """The limits of sequences that lie in a row, without padding between them.
+    They are arguments of `attention`: ``attention(q, k, v, **packed_limits(cu_seqlens,
+    rows=q.shape[2]))``.
 
     Queries are then ``[1, Hq, T, D]`` and keys ``[1, Hkv, S, D]`` of all sequences. Tiles of keys
     of other sequences are not loaded. The limits are computed on the device, once for all layers.
@@ -296,8 +294,8 @@ def _records(tensors: Sequence[Any], mask: Maybe) -> bool:
 
 
 def _normalized(tensors: Sequence[Any], eps: float) -> tuple[Any, ...]:
-    """The tensors of a call with norms of query and key as operators of their own. Keys behind a
-    length, which may be anything, have the gradient 0."""
+    """The tensors of a call with norms of query and key as operators of their own.
+    Keys behind a length, which may be anything, have the gradient 0."""
     query, key, value, lengths, table, *weights = tensors
     if lengths is not None and weights[1] is not None:
         behind = torch.arange(key.shape[2], device=key.device) >= lengths[:, None]

@@ -134,8 +134,8 @@ def traced(score_mod: ScoreMod, call: Call, device: torch.device) -> Traced:
 
 
 def _lowered(nodes: Sequence[fx.Node], depends: set[fx.Node]) -> set[fx.Node]:
-    """The nodes without a score that are larger than what they are made of, and that kernels can
-    compute: they are put together where they are used."""
+    """The nodes without a score that are larger than what they are made of.
+    Kernels can compute them: they are put together where they are used."""
     found, todo = set[fx.Node](), [i for n in nodes for i in n.all_input_nodes if i not in depends]
     while todo:
         node = todo.pop()

@@ -125,17 +125,20 @@ class Call:
         key = (self.head, self.kind, self.count, TABLE.changes)
         return _rows.made(key, lambda: chunk_rows(self.head, self.kind, self.count))
 
-    def _empty(self, part: Part) -> torch.Tensor:
+    def _given(self, part: Part) -> torch.Tensor:
+        """The tensor of a part that has a gradient."""
         t = self.tensors[self.head.parts.index(part)]
         if t is None:
             raise AssertionError(f"{self.head.name}: the gradient of {part.name}, which is None")
+        return t
+
+    def _empty(self, part: Part) -> torch.Tensor:
+        t = self._given(part)
         return torch.empty(t.shape, dtype=t.dtype, device=self.device)
 
     def shaped(self, part: Part, made: torch.Tensor) -> torch.Tensor:
         """A gradient in the shape and the type of its part."""
-        t = self.tensors[self.head.parts.index(part)]
-        if t is None:
-            raise AssertionError(f"{self.head.name}: the gradient of {part.name}, which is None")
+        t = self._given(part)
         made = made[: self.count] if part.rows else made
         return made.reshape(t.shape).to(t.dtype)
 

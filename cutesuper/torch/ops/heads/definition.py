@@ -28,6 +28,7 @@ from cutesuper.torch.ops.rowwise.definition import (
     Option,
     TensorArgument,
     check_tensor,
+    describe,
 )
 
 #: bytes of the widest value of a chunk, which bound the memory of a call and are large enough for
@@ -82,8 +83,12 @@ def kind_of(head: Head, tensors: Sequence[Maybe], options: tuple[Option, ...]) -
         ShapeError, DTypeError, DeviceError, LayoutError: naming the argument.
     """
     lead = lead_of(head, tensors)
-    given = zip(head.parts, tensors, strict=True)
-    return Kind(head.name, tuple(_input(head, p, t, tensors, lead) for p, t in given), options)
+    call = describe(head.name, head.parts, tensors)
+    first = (head.parts[0].name, tensors[0])
+    inputs = tuple(
+        _input(call, part, t, first, lead) for part, t in zip(head.parts, tensors, strict=True)
+    )
+    return Kind(head.name, inputs, options)
 
 
 def lead_of(head: Head, tensors: Sequence[Maybe]) -> tuple[int, ...]:
@@ -97,10 +102,9 @@ def lead_of(head: Head, tensors: Sequence[Maybe]) -> tuple[int, ...]:
 
 
 def _input(
-    head: Head, part: Part, t: Any, tensors: Sequence[Any], lead: tuple[int, ...]
+    call: str, part: Part, t: Any, first: tuple[str, Any], lead: tuple[int, ...]
 ) -> Input | None:
-    call = f"{head.name}({part.name}={list(t.shape) if isinstance(t, torch.Tensor) else shown(t)})"
-    check_tensor(call, part, t, (head.parts[0].name, tensors[0]))
+    check_tensor(call, part, t, first)
     if t is None:
         return None
     front = lead if part.rows else ()
@@ -108,8 +112,8 @@ def _input(
     if tuple(t.shape[: len(front)]) != front or len(inner) != part.rank or 0 in inner:
         rows = f"{list(lead)} in front of " if part.rows else ""
         raise ShapeError(
-            f"{call}: must have {rows}{part.rank} dimensions, none of them 0; "
-            f"{head.parts[0].name} is {list(tensors[0].shape)}"
+            f"{call}: {part.name} has shape {list(t.shape)}, must have {rows}{part.rank} "
+            "dimensions, none of them 0"
         )
     return Input(part.rows, inner or (1,), as_dtype(t.dtype).name)
 
@@ -137,8 +141,9 @@ class Form:
     adds: bool = False
 
     def graph(self, head: Head) -> KernelGraph:
-        """The kernel graph: losses, then gradients. Its further inputs are the factors of the
-        losses whose sum is differentiated (`FACTORS`), and the sums so far (`so_far`)."""
+        """The kernel graph: losses, then gradients.
+        Its further inputs are the factors of the losses whose sum is differentiated (`FACTORS`),
+        and the sums so far (`so_far`)."""
         if not any(self.needs):
             return _losses(head, self.kind, Symbol("M", self.rows))
         asked = [p for p, n in zip(head.parts, self.needs, strict=True) if n]

@@ -59,8 +59,8 @@ def _gelu_by_tanh(g: KernelGraph, x: Tensor) -> Tensor:
 def _add_activation(
     g: KernelGraph, x: Tensor, p: Tensor, bias: Tensor, scale: float, activation: str
 ) -> Built:
-    """The activation of the sum; its result is saved, as the derivatives of both activations are
-    functions of it.
+    """The activation of the sum.
+    Its result is saved, as the derivatives of both activations are functions of it.
 
     A sigmoid whose type has fewer bits than an operand is computed again: its slope at 0.99, from a
     bfloat16, is off by 17 %.

@@ -232,7 +232,7 @@ def kind_of(definition: Definition, tensors: Sequence[Maybe], options: tuple[Opt
     Raises:
         ShapeError, DTypeError, DeviceError, LayoutError: naming the argument.
     """
-    call = describe(definition, tensors)
+    call = describe(definition.name, definition.operands, tensors)
     for o, t in zip(definition.operands, tensors, strict=True):
         check_tensor(call, o, t, (definition.operands[0].name, tensors[0]))
     x = first_of(tensors)
@@ -254,16 +254,16 @@ def first_of(tensors: Sequence[Maybe]) -> torch.Tensor:
     return x
 
 
-def describe(definition: Definition, tensors: Sequence[Any]) -> str:
+def describe(name: str, arguments: Sequence[TensorArgument], tensors: Sequence[Any]) -> str:
     """A call for messages: ``rms_norm(x[8, 4096], weight[4096])``."""
     parts = [
         f"{o.name}{'[nested]' if t.is_nested else list(t.shape)}"
         if isinstance(t, torch.Tensor)
         else f"{o.name}={shown(t)}"
-        for o, t in zip(definition.operands, tensors, strict=True)
+        for o, t in zip(arguments, tensors, strict=True)
         if t is not None
     ]
-    return f"{definition.name}({', '.join(parts)})"
+    return f"{name}({', '.join(parts)})"
 
 
 def number(call: str, name: str, value: Any) -> float:
