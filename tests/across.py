@@ -239,6 +239,10 @@ def plans(data: dict[str, Any]) -> list[str]:
         result: str = verdict["result"]
         proved = "proved" * (result == "verified")
         lines.append(_line([name, WORDS.get(result, result), proved, str(verdict["seconds"])]))
+    known = [data["verdicts"][k] for k in data["plans"].values() if k in data["verdicts"]]
+    proved = sum(v["result"] == "verified" for v in known)
+    taken = sum(v["seconds"] for v in known)
+    lines.append(_line([f"all {len(data['plans'])}", "", f"{proved} proved", str(taken)]))
     return lines
 
 
