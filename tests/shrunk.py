@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 
 from cutesuper.ir.block import (
     AxisKind,
@@ -16,12 +17,16 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.dims import Dim, extent
 
+NONE: Mapping[str, int] = MappingProxyType({})
 #: most parts of an axis beside those of the grid; clusters stay whole
 PARTS = {AxisKind.PERSISTENT: 2, AxisKind.LOOP: 2}
 
 
 def shrunk(
-    step: KernelStep, tensors: Mapping[str, TensorSpec], grid: int = 1
+    step: KernelStep,
+    tensors: Mapping[str, TensorSpec],
+    parts: int = 2,
+    beside: Mapping[str, int] = NONE,
 ) -> tuple[KernelStep, dict[str, TensorSpec]]:
     """The same tiles, clusters and operations over at most `PARTS` of each axis.
 
@@ -31,9 +36,10 @@ def shrunk(
     Args:
         step: the kernel.
         tensors: of its muGraph.
-        grid: most parts of an axis of the grid; the first one keeps two.
+        parts: most parts of the grid along one label, the first that it divides; one along others.
+        beside: tiles of a part by label, where blocks share what tiles beside each other read.
     """
-    program = _smaller(step.program, _most(step.program, grid))
+    program = _smaller(step.program, _most(step.program, parts, beside))
     shapes = {
         op.attributes["tensor"]: _shape(op, program)
         for op in (*program.loads(), *program.stores())
@@ -43,12 +49,16 @@ def shrunk(
     return replace(step, program=program), fitted
 
 
-def _most(program: BlockProgram, grid: int) -> dict[str, int]:
+def _most(program: BlockProgram, parts: int, beside: Mapping[str, int]) -> dict[str, int]:
     """Most parts of every axis, by its name."""
-    limits = PARTS | {AxisKind.GRID: grid}
-    most = {a.name: min(program.parts(a), limits.get(a.kind, 1 << 30)) for a in program.axes}
+    most = {a.name: min(program.parts(a), PARTS.get(a.kind, 1 << 30)) for a in program.axes}
+    grid = {a.name: a.dim for a in program.of_kind(AxisKind.GRID)}
+    most |= {name: beside.get(label, 1) for name, label in grid.items()}
     split = [a.name for a in program.of_kind(AxisKind.GRID) if program.parts(a) > 1]
-    return most | dict.fromkeys(split[:1], 2)
+    # another label, if the grid divides one
+    for name in sorted(split, key=lambda n: grid[n] in beside)[:1]:
+        most[name] *= parts
+    return {a.name: min(program.parts(a), most[a.name]) for a in program.axes}
 
 
 def _smaller(program: BlockProgram, most: Mapping[str, int]) -> BlockProgram:

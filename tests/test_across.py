@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,12 +11,13 @@ pytest.importorskip("cutlass")
 
 from cutesuper.ir.block import AxisKind
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.skeletons.matmul.plan import grid_shape
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import B200
 from tests import zoo
-from tests.across import FILE, PAGE, written
+from tests.across import FILE, PAGE, small_plan, written
 from tests.blackwell_plans import CASES, embedded
-from tests.plans import whole_mugraph
+from tests.plans import Linear, specs, whole_mugraph
 from tests.shrunk import shrunk
 
 
@@ -38,6 +40,15 @@ def test_a_smaller_kernel_keeps_tiles_cluster_and_schedule() -> None:
     [cluster] = less.program.of_kind(AxisKind.CLUSTER)
     assert cluster in step.program.axes and less.program.blocks() == 2 * less.program.parts(cluster)
     assert tensors["in0"].shape[0] == 13  # a tile that is not full stays so
+
+
+def test_blocks_that_walk_are_one_cluster_over_two_tiles() -> None:
+    linear = Linear(m=4096, n=4096, tile_m=128, tile_n=256, tile_k=64, norm=False)
+    whole, tensors = linear.plan(B200), specs(linear.shapes(), linear.dtype)
+    assert whole.schedule.persistent == 148 and whole.schedule.share_rows == 2
+    small = small_plan(linear.block().step("linear"), tensors, whole, B200)
+    assert grid_shape(small) == (2, 1, 1) and small.tiles == 4
+    assert small.tile == whole.tile and small.schedule == replace(whole.schedule, persistent=2)
 
 
 def test_tensors_that_an_index_reads_keep_their_extents() -> None:

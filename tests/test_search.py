@@ -477,7 +477,6 @@ REFUSED: dict[str, tuple[Callable[[], Graph], str]] = {
     "long columns": (lambda: rows(32769, 4, lambda g, x: g.prod(x, 0)), "its rows along memory"),
     "one element": (lambda: rows(1, 1, lambda g, x: g.relu(x)), "all tensors have one element"),
     "symbolic columns": (lambda: rows(symbol("M"), 64, lambda g, x: g.prod(x, 0)), "the rows K"),
-    "symbol inside": (lambda: rows(symbol("M"), 64, lambda g, x: g.transpose(x)), "its first dim"),
 }
 
 

@@ -71,7 +71,7 @@ def _priced(graph: KernelGraph, target: Target, groups: list[set[int]]) -> Basel
 
 
 def _library(graph: KernelGraph, group: set[int], rates: LibraryRates) -> tuple[float, float]:
-    """What a kernel needs beside its roofline, and the fraction of the tensor cores it reaches."""
+    """Time of a kernel beside its roofline, and the fraction of the tensor cores it reaches."""
     kinds = [graph.nodes[i].facets.composite for i in group if _multiplies(graph.nodes[i])]
     if any(kinds):
         return rates.attention_us, rates.attention_efficiency

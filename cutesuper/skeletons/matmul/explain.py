@@ -74,6 +74,7 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
     x, y, z = grid_shape(plan)
     columns = " or ".join(p.column for p in plan.sections)
     at_hint = f" where {plan.contracted} is as hinted" if plan.open_depth else ""
+    stage = plan.stage_bytes - plan.elsewhere_bytes
     lines = [
         (
             f"matmul loop: {plan.row} {m} x {columns} {n} per tile, {plan.contracted} {k} per "
@@ -84,10 +85,7 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
         + (f", {plan.helpers} helper warps" if plan.has_helpers else "")
         + (f", {plan.copiers} copier warps" if plan.copiers else "")
         + ", 1 producer warp",
-        (
-            f"ring of {s.stages} stages x {plan.stage_bytes - plan.elsewhere_bytes} bytes: "
-            f"{_ring(plan)}"
-        ),
+        f"ring of {s.stages} stages x {stage} bytes: {_ring(plan)}",
         *_copy_lines(plan),
     ]
     if plan.beside:

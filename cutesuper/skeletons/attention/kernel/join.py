@@ -318,8 +318,10 @@ class Join:
                         self.store_row(finals[r], positions, here)
 
     def read(self, r: int, here: Here) -> dict[int, Any]:
-        """The numbers of a thread's r-th row that outputs read from memory; for padding those of
-        the last row."""
+        """The numbers of a thread's r-th row that outputs read from memory.
+
+        For padding those of the last row.
+        """
         if not self.plan.row_loads:
             return {}
         row = self.rows.row(here.warp, here.lane, r)

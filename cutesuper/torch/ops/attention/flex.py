@@ -150,7 +150,7 @@ def _made(program: Program, call: Call, device: torch.device) -> Passes:
 
 
 def _runners(both: Split, device: torch.device) -> tuple[Split, Runner, Runner] | None:
-    """What runs both passes; None if no kernels take all extents."""
+    """The programs of both passes; None if no kernels take all extents."""
     if device.type not in KERNEL_DEVICES:
         return both, _reference(both.forward), _reference(both.backward)
     key = dumps(both.forward) + dumps(both.backward)

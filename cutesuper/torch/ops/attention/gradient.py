@@ -132,8 +132,10 @@ def _mask_gradient(r: Request, found: Maybe) -> torch.Tensor:
 
 
 def _sink_gradient(r: Request, kept: dict[str, torch.Tensor], delta: Maybe) -> torch.Tensor:
-    """The gradient of the sinks: the sum of ``exp(sink - lse) (dlse - delta)`` over sequences and
-    rows, always in one order; an empty tensor if there are none."""
+    """The gradient of the sinks; an empty tensor if there are none.
+
+    The sum of ``exp(sink - lse) (dlse - delta)`` over sequences and rows, always in one order.
+    """
     if r.sinks is None:
         return r.query.new_empty(0)
     given = (kept.get("lse_cotangent"), delta)
@@ -230,8 +232,10 @@ def _products_of_rows(both: Split) -> Tensor:
 
 
 def _kept_names(both: Split) -> list[str]:
-    """The names of the result and of the logarithms of the sums of rows in the backward pass, which
-    are the first outputs of the forward pass."""
+    """The names of the result and of the logarithms of the sums of rows in the backward pass.
+
+    They are the first outputs of the forward pass.
+    """
     return sorted(both.saved, key=both.saved.__getitem__)
 
 
@@ -407,8 +411,10 @@ def attention_kept(
     sinks: Maybe = None,
     sums: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of attention, recorded by autograd, and the logarithms of the sums ``[B, H, L]``,
-    which are recorded with ``sums``."""
+    """The result of attention, recorded by autograd, and the logarithms of the sums ``[B, H, L]``.
+
+    The logarithms are recorded with ``sums``.
+    """
     needed = mask is not None and mask.requires_grad
     own = limits.starts, limits.ends, limits.window, needed, sinks, sums
     kept = torch.ops.cutesuper.attention_kept.default

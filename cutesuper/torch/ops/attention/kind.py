@@ -193,8 +193,10 @@ def graph_of(kind: Kind) -> KernelGraph:
 
 
 def _with_sinks(g: KernelGraph, kind: Kind, y: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Results and logarithms of sums with a logit more for each row. Where a row sees no key, the
-    logarithm is the logit, and the result is still 0."""
+    """Results and logarithms of sums with a logit more for each row.
+
+    Where a row sees no key, the logarithm is the logit, and the result is still 0.
+    """
     sinks = g.new_input(sink_shape(kind), "float32", "sinks")
     top = g.maximum(sums, sinks)
     total = g.add(g.exp(g.sub(sums, top)), g.exp(g.sub(sinks, top)))

@@ -187,8 +187,10 @@ def passes_of(program: Program, graph: KernelGraph) -> Split:
 
 
 def opened(program: Program, call: Call) -> KernelGraph:
-    """The graph of a program for any numbers of rows and keys; an extent of one stays a number,
-    since it may stand for a tensor that is repeated."""
+    """The graph of a program for any numbers of rows and keys.
+
+    An extent of one stays a number, since it may stand for a tensor that is repeated.
+    """
     given, g, values = program.graph, KernelGraph(), list[Tensor]()
     rows, keys = (
         n if n == 1 else Symbol(name, class_of(kind, n))
