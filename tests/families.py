@@ -1,7 +1,8 @@
-"""Small models of the transformers library, one step of decoding and one prompt of each."""
+"""Small models of the transformers library: a step of decoding, a prompt, a step of training."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 16}),
     "phi": ("PhiConfig", "PhiForCausalLM", {}),
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", {
-        "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128}),
+        "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 128, "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0, "resid_pdrop": 0.0}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {
         "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
@@ -71,8 +73,24 @@ def inputs_of(model: Any, what: str) -> dict[str, Any]:
     return {"input_ids": tokens, "past_key_values": cache, "logits_to_keep": 1, **padded}
 
 
-def taken(model: Any, given: dict[str, Any], monkeypatch: Any) -> tuple[Any, str]:
-    """The logits of a model whose regions all run the reference, and what was taken as text."""
+def batch_of(model: Any) -> dict[str, Any]:
+    """Arguments of a step of training, with padding behind the second sequence."""
+    torch.manual_seed(1)
+    tokens, shown = torch.randint(3, 90, (BATCH, LENGTH)), torch.ones(BATCH, LENGTH).long()
+    shown[1, -PADDING:] = 0
+    return {"input_ids": tokens, "attention_mask": shown, "labels": tokens.where(shown > 0, -100)}
+
+
+def gradients(model: Any, call: Any, given: dict[str, Any]) -> list[torch.Tensor]:
+    """The gradients of the parameters that have one."""
+    loss = call(**given).loss
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [t for t in found if t is not None]
+
+
+def taken(call: Callable[[Any], Any], model: Any, monkeypatch: Any) -> tuple[Any, str]:
+    """What a function of the compiled model gives, if all its regions run the reference, and what
+    was taken as text."""
     found: list[Region] = []
     decide = backend.decide
     monkeypatch.setattr(backend, "decide", lambda r, options: found.extend(r) or decide(r, options))
@@ -82,11 +100,11 @@ def taken(model: Any, given: dict[str, Any], monkeypatch: Any) -> tuple[Any, str
         finish=run_eagerly,
     )  # fmt: skip
     torch.compiler.reset()
-    logits = torch.compile(model, backend=compiled)(**given).logits
+    result = call(torch.compile(model, backend=compiled))
     assert all(r.verdict.taken for g in reports for r in g.regions)
     lines = [_operators(region) for region in found]
     lines += [f"outside: {o.operators} x {o.reason}" for g in reports for o in g.outside]
-    return logits, "".join(f"{line}\n" for line in lines)
+    return result, "".join(f"{line}\n" for line in lines)
 
 
 def _operators(region: Region) -> str:

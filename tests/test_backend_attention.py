@@ -55,11 +55,33 @@ class Full(nn.Module):
         return functional.scaled_dot_product_attention(q, q * 2, q * 0.5).squeeze(1)
 
 
+class Masked(nn.Module):
+    """A mask made of positions, and padding in front of the second sequence."""
+
+    def __init__(self, width: int, window: int | None) -> None:
+        super().__init__()
+        self.qkv, self.window = nn.Linear(width, 3 * width, bias=False), window
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, _ = x.shape
+        places, first = torch.arange(n), torch.tensor([0, 2])
+        seen = places <= places[:, None]
+        if self.window:
+            seen = seen & (places > places[:, None] - self.window)
+        mask = seen & (places >= first[:, None])[:, None, None]
+        mask = mask | torch.eye(n, dtype=torch.bool)  # no row is hidden as a whole
+        q, k, v = self.qkv(x).view(b, n, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return y.transpose(1, 2).reshape(b, n, -1)
+
+
 TRAINED = {
     "groups of heads": MODELS["attention"][0],
     "block": MODELS["block"][0],
     "repeated keys": Repeated,
     "full": lambda width: Full(),
+    "padding": lambda width: Masked(width, window=None),
+    "window": lambda width: Masked(width, window=3),
 }
 
 
@@ -81,9 +103,12 @@ def test_both_passes_are_regions(name: str, dtype: torch.dtype) -> None:
 # --------------------------------------------------------------------------- PyTorch's operators
 
 
-def both_passes(kind: str, rows: int = 64, dropout: float = 0.0) -> fx.GraphModule:
+def both_passes(
+    kind: str, rows: int = 64, dropout: float = 0.0, mask: str = "causal"
+) -> fx.GraphModule:
     """One of PyTorch's operators for GPUs, and its backward pass with inputs of its own, as if it
-    were another graph; query heads in pairs share keys."""
+    were another graph; query heads in pairs share keys. The mask is "causal", the same or a window
+    of 16 as a tensor made of "positions" or of a "window", or a "tensor" from outside."""
     forward = getattr(_ATEN, f"_scaled_dot_product_{kind}_attention").default
     backward = getattr(_ATEN, f"_scaled_dot_product_{kind}_attention_backward").default
     graph = fx.Graph()
@@ -94,8 +119,9 @@ def both_passes(kind: str, rows: int = 64, dropout: float = 0.0) -> fx.GraphModu
             n: given_like(graph, torch.empty(shape, dtype=torch.bfloat16, device="cuda"))
             for n, shape in shapes.items()
         }
-        given |= {"attn_bias": None, "compute_log_sumexp": True, "dropout_p": dropout}
-        given |= {"is_causal": True, "grad_input_mask": [True, True, True, False]}
+        bias = None if mask == "causal" else bias_of(graph, mask, rows)
+        given |= {"attn_bias": bias, "compute_log_sumexp": True, "dropout_p": dropout}
+        given |= {"is_causal": bias is None, "grad_input_mask": [True, True, True, False]}
         made = called(graph, forward, given)
         kept = [item(graph, made, i) for i in range(len(made.meta["val"]))]
         names = [a.name for a in forward._schema.returns]
@@ -108,6 +134,33 @@ def both_passes(kind: str, rows: int = 64, dropout: float = 0.0) -> fx.GraphModu
         used = [n for n in kept if isinstance(n, fx.Node)]
         graph.output((*used, *(item(graph, last, i) for i in range(3))))
     return fx.GraphModule({}, graph)
+
+
+def bias_of(graph: fx.Graph, mask: str, rows: int) -> fx.Node:
+    """A mask that is added to the scores, as transformers builds it."""
+
+    def call(operator: Any, *args: Any, **options: Any) -> fx.Node:
+        node = graph.call_function(operator, args, options)
+        own = fx.map_arg((args, options), lambda n: n.meta["val"])
+        node.meta["val"] = operator(*own[0], **own[1])
+        return node
+
+    if mask == "tensor":
+        like = torch.empty(2, 1, rows, rows, dtype=torch.bfloat16, device="cuda")
+        return call(_ATEN.expand.default, given_like(graph, like), (2, 4, rows, rows))
+    places = call(_ATEN.arange.default, rows, device="cuda")
+    row, column = (call(_ATEN.view.default, places, shape) for shape in ((rows, 1), (1, rows)))
+    seen = call(_ATEN.le.Tensor, column, row)
+    if mask == "window":
+        first = call(_ATEN.sub.Tensor, row, 16)
+        seen = call(_ATEN.bitwise_and.Tensor, call(_ATEN.gt.Tensor, column, first), seen)
+    zero, hidden = (
+        call(_ATEN.full.default, (), x, dtype=torch.bfloat16, device="cuda")
+        for x in (0.0, -torch.inf)
+    )
+    return call(
+        _ATEN.expand.default, call(_ATEN.where.self, seen, zero, hidden), (2, 4, rows, rows)
+    )
 
 
 def given_like(graph: fx.Graph, val: torch.Tensor) -> fx.Node:
@@ -153,6 +206,29 @@ def test_operators_for_gpus(kind: str) -> None:
         assert computed(ours) == computed(theirs)
 
 
+@pytest.mark.parametrize("kind", ["efficient", "cudnn"])
+def test_masks_of_positions_are_limits(kind: str) -> None:
+    """Neither pass reads a mask that says "causal"; of a window the first key is an input."""
+    for mask, fills in (("positions", 0), ("window", 1)):
+        found = parted(both_passes(kind, mask=mask))
+        forward, backward = found.regions
+        assert not [n for n in found.refused if "attention" in str(n.target)]
+        for region, tensors in ((forward, 3), (backward, 6)):
+            names = [n.operator for n in region.graph.nodes]
+            assert "causal_mask" in str(names) or any(
+                n.attributes.get("is_causal") for n in region.graph.nodes
+            )
+            assert names.count("limit_mask") == fills
+            assert [o.fill for o in region.inputs].count(None) == tensors
+
+
+def test_any_mask_is_read_by_both_passes() -> None:
+    forward, backward = parted(both_passes("efficient", mask="tensor")).regions
+    for region, tensors in ((forward, 4), (backward, 7)):
+        assert [n.operator for n in region.graph.nodes].count("hide") == 1
+        assert len(region.inputs) == tensors
+
+
 def computed(region: Region) -> list[str]:
     """The operators of a region, but for the order of dimensions in memory."""
     return [n.operator for n in region.graph.nodes if not n.facets.permutes]
@@ -167,8 +243,10 @@ def test_padded_logarithms_and_dropout_stay_pytorchs() -> None:
         assert len(refused) == 2 and all(re.search(why, w) for w in refused), refused
 
 
-def test_the_search_finds_one_kernel_for_each_kind_of_sum() -> None:
-    forward, backward = parted(both_passes("flash", rows=256)).regions
+@pytest.mark.parametrize("mask", ["causal", "window", "tensor"])
+def test_the_search_finds_one_kernel_for_each_kind_of_sum(mask: str) -> None:
+    kind = "flash" if mask == "causal" else "efficient"
+    forward, backward = parted(both_passes(kind, rows=256, mask=mask)).regions
     for region, kernels in (
         (forward, ["AttentionPlan"]), (backward, ["RowPlan", "SumsPlan", "SumsPlan"])
     ):  # fmt: skip

@@ -10,6 +10,7 @@ searching the others: of 484 regions of a layer's projections and norm, backward
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import inf, prod
 
 from cutesuper.egraph.labelled import Region
@@ -17,6 +18,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.dims import extent
 from cutesuper.search.cuts import Segments
 from cutesuper.search.forms import recognized
+from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.targets import Target
 
 #: regions of sequences this near to the cheapest one are searched together, in fewer rounds
@@ -25,26 +27,31 @@ TOGETHER = 1.005
 
 def least_us(region: Region, target: Target) -> float:
     """Microseconds below which no kernel of any skeleton is priced: a launch, and its memory."""
-    return target.launch_us + _memory_us(region, target)
+    return target.launch_us + _moved(region) / _fastest(target) * 1e6
 
 
 def least_of_form_us(region: Region, target: Target) -> float:
     """Microseconds below which the skeleton that runs a region prices no kernel.
     It takes 1 ms, and a search of the region up to 2 s. Raises SearchError if none runs it."""
     program, by = recognized(region, target)
-    return by.skeleton.least_us(program, by.form, target, _memory_us(region, target))
+    memory_us = _moved(region) / by.skeleton.bandwidth(target) * 1e6
+    return by.skeleton.least_us(program, by.form, target, memory_us)
 
 
-def _memory_us(region: Region, target: Target) -> float:
-    """Time in which each tensor is read or written once.
+@lru_cache
+def _fastest(target: Target) -> float:
+    """Bytes that a kernel of any skeleton moves in a second, at most."""
+    return max(s.bandwidth(target) for s in SKELETONS)
+
+
+def _moved(region: Region) -> float:
+    """Bytes of the tensors, each read or written once.
     Of tensors in pages nobody knows how much is read."""
     pages = {i for i, _ in region.pages}
     read = [(s, t) for i, (s, t) in enumerate(zip(region.inputs, region.input_dtypes, strict=True))
             if i not in pages]  # fmt: skip
     written = zip(region.output_shapes, region.output_dtypes, strict=True)
-    moved = sum(prod(map(extent, s)) * t.itemsize for s, t in (*read, *written))
-    fastest = target.bandwidth * max(1.0, target.attention.streamed)
-    return moved / fastest * 1e6
+    return sum(prod(map(extent, s)) * t.itemsize for s, t in (*read, *written))
 
 
 class TooDear(SearchError):

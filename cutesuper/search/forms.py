@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cutesuper.egraph.clock import OutOfTime
 from cutesuper.egraph.labelled import LabelledProgram, Region, label
 from cutesuper.egraph.splits import AnyRules, Split, splits
 from cutesuper.errors import SearchError, frameless
@@ -63,14 +64,25 @@ def recognized(region: Region, target: Target) -> tuple[LabelledProgram, Recogni
     """A region with labels, and its form.
     Kept, since it is asked for where a region is worth a search, for its bound, and in its search.
     Raises SearchError as `label` and `find_form` do."""
-    return _recognized(region, target, TABLE.changes)
+    found = _recognized(region, target, TABLE.changes)
+    if isinstance(found, str):
+        raise SearchError(found)
+    return found
 
 
-@lru_cache(1024)
-def _recognized(region: Region, target: Target, changes: int) -> tuple[LabelledProgram, Recognized]:
+@lru_cache(8192)  # a region of 40 operators has 1,500 parts, each of which is asked for twice
+def _recognized(
+    region: Region, target: Target, changes: int
+) -> tuple[LabelledProgram, Recognized] | str:
+    """The same; the reason if nothing runs it, as an error would keep its callers alive."""
     del changes  # only distinguishes operators that had the same name
-    program = label(region)
-    return program, find_form(region, program, target)
+    try:
+        program = label(region)
+        return program, find_form(region, program, target)
+    except OutOfTime:
+        raise
+    except SearchError as error:
+        return str(error)
 
 
 def find_form(region: Region, program: LabelledProgram, target: Target) -> Recognized:

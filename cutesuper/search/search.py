@@ -424,6 +424,11 @@ class _Search:
         whole = segments.whole()
         if not self.options.lowered or whole is None or not rows_meet(whole.region):
             return False
+        if self.most_us < inf:
+            with suppress(SearchError):
+                least = least_of_form_us(whole.region, self.target)
+                if least > self.most_us:
+                    raise TooDear(least, self.most_us)
         self._look_at({whole.region: self.options})
         found = self._found.get((whole.region, True))
         return found is not None and found.error is None

@@ -397,6 +397,10 @@ class Skeleton(ABC):
         """Cost of a derivation while sizes are unknown."""
         return additive_price(table, None, target, itemsize)
 
+    def bandwidth(self, target: Target) -> float:
+        """Bytes of device memory that its kernels move in a second, at most."""
+        return target.bandwidth
+
     def least_us(
         self, program: LabelledProgram, form: Any, target: Target, memory_us: float
     ) -> float:

@@ -162,8 +162,10 @@ class TensorProduct(Product):
         return self.blocks * self.cores.block
 
     def instruction(self, joint: bool = False) -> cute.TiledMma:
-        """The instruction: another one each time, since a flag of a run-time loop stays inside.
-        ``joint``: that of two blocks, instead of this block's part of it."""
+        """The instruction, made anew each time, since a flag of a run-time loop stays inside.
+
+        ``joint``: that of two blocks, instead of this block's part of it.
+        """
         group = tcgen05.CtaGroup.TWO if joint else tcgen05.CtaGroup.ONE
         part = self.rows, self.columns // (1 + self.cores.joint)
         shape = (2 * self.rows, self.columns) if joint else part
@@ -326,8 +328,9 @@ class TensorProducts(Products):
         dependent: cutlass.Constexpr,
         joint: cutlass.Constexpr,
     ):
-        """Allocate columns; waits until another block of the multiprocessor gives them back.
-        ``joint`` products take all columns.
+        """Allocate columns, all of them where products are ``joint``.
+
+        Waits until another block of the multiprocessor gives them back.
 
         Blocks of the launch before have started, but may not have theirs: without the wait for them
         both launches would wait for each other.
@@ -453,7 +456,9 @@ class TensorProducts(Products):
 
 def phase(group: Any) -> Any:
     """Phase of the barrier of a group of products.
-    Bits, since groups before the first one are negative, and have ended."""
+
+    Made of bits, since groups before the first one are negative, and have ended.
+    """
     return (group >> (GROUPS.bit_length() - 1)) & 1
 
 

@@ -76,6 +76,10 @@ class Attention(Skeleton):
         moved = hoisted(program, form)
         return Space(moved, sealed=settled(moved, form))
 
+    def bandwidth(self, target: Target) -> float:
+        """Bandwidth of keys and values that are streamed."""
+        return target.bandwidth * target.attention.streamed
+
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
         """See `attention.cost.attention_price`."""
         return attention_price(table, form, target)

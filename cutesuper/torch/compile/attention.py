@@ -7,8 +7,9 @@ with the same values between them: each pass may get kernels whether or not the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from operator import getitem
 from typing import Any, ClassVar
@@ -41,8 +42,9 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     translated,
 )
-from cutesuper.torch.compile.length_masks import Lengths, lengths_of, mask_of
-from cutesuper.torch.compile.masked import join_lengths, lengths_in, limited, seen
+from cutesuper.torch.compile.internals import apart
+from cutesuper.torch.compile.length_masks import lengths_of
+from cutesuper.torch.compile.masked import Hiding, hiding, join_lengths
 from cutesuper.torch.compile.products import multiplied
 from cutesuper.torch.compile.table import Arguments, Entry, arguments_of, enter, entry_of, number
 
@@ -87,7 +89,10 @@ def _ranked(*values: Value) -> list[Value]:
 
 def _places(b: Builder, node: fx.Node, a: Arguments) -> _Places:
     q, k, v = _ranked(*(b.value(a[n]) for n in _SIDES))
-    front = b.groups(tuple(p for d in q.dims[:-2] for p in d))
+    # integers are those of sequences, and one sequence has no slot; not the query's dimension,
+    # which may be computed without it
+    alone = (None,) if _counted(node) and not leaves(q.dims[0]) else ()
+    front = (*alone, *b.groups(tuple(p for d in q.dims[:-2] for p in d)))
     rows, keys, width = b.one(node, q.dims[-2]), b.one(node, k.dims[-2]), b.one(node, v.dims[-1])
     lead = [correspondence(Value(q.dims[:-3]), Value(t.dims[:-3])) for t in (k, v)]
     for parts, t in zip(lead, (k, v), strict=True):
@@ -123,7 +128,22 @@ class _Attention(Entry):
             s.whole(one)
         if q.absent or any(p in leaves(v.absent) for p in leaves(v.dims[-1])):
             raise Unsupported(node, "takes queries, or columns of values, that repeat")
+        self._meet(s, node, a, q, k)
         return q, k, v
+
+    def _meet(self, s: Shapes, node: fx.Node, a: Arguments, q: Value, k: Value) -> None:
+        """Unify what hides keys with the scores. Raises Unsupported."""
+        limits = lengths_of(node)
+        if limits is None:
+            return
+        if _causal(a):
+            raise Unsupported(node, "is causal and has a mask; make the mask causal")
+        for given in limits.nodes:
+            join_lengths(s, given, q.dims[0])
+        for beside in limits.beside:
+            if leaves(q.dims[-2]) and leaves(q.dims[-2]) == leaves(k.dims[-2]):
+                raise Unsupported(node, "takes a mask tensor, and queries that are keys as well")
+            s.broadcast(node, [_scores_of(q, k), s.of(beside)])
 
     def _share(self, node: fx.Node, query: Dims, key: Dims) -> tuple[Dims, Dims]:
         """Heads of keys, and heads of the query for each of them."""
@@ -134,17 +154,54 @@ class _Attention(Entry):
         unify(lead, key)
         return lead, group
 
-    def passes(self, b: Builder, node: fx.Node, a: Arguments, at: _Places) -> Split:
-        """Both passes, where every query head has keys of its own if they are given for each.
-        Keys that repeat have gradients that do not, which the program sums behind them."""
-        g = KernelGraph()
-        query, key, value = (
+    def attended(
+        self, node: fx.Node, a: Arguments, sides: Sequence[Tensor], hides: Hiding | None
+    ) -> Tensor:
+        """Attention in the graph of its operands."""
+        query, key, value = sides
+        g, scale = query.graph, _scale(node, a)
+        if hides is not None and (hides.starts is not None or hides.beside):
+            scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
+            scores = hides(g.mul(g.matmul(query, g.transpose(key)), scale))
+            return g.matmul(g.softmax(scores), value)
+        causal, lengths = _causal(a), None
+        if hides is not None:
+            causal, lengths = hides.limits.causal, hides.ends
+        return g.scaled_dot_product_attention(query, key, value, causal, scale, lengths)
+
+    def passes(
+        self, b: Builder, node: fx.Node, a: Arguments, at: _Places
+    ) -> tuple[Split, dict[str, Tensor]]:
+        """Both passes, and the values of their inputs by name but for those between them.
+
+        Every query head has keys of its own if they are given for each. Keys that repeat have
+        gradients that do not, which the program sums behind them.
+        """
+        g, values = KernelGraph(), self.operands(b, node, a, at)
+        hides = self.hiding(b, node, a, at)
+        sides = [
             g.new_input(tuple(map(b.extent, slots)), fake(a[name]).dtype, name)
             for name, slots in zip(_SIDES, (at.query, at.key, at.value), strict=True)
-        )
-        y = g.scaled_dot_product_attention(query, key, value, _causal(a), _scale(node, a))
-        g.mark_output(y)
-        return split(g, _SIDES, save=["out", "lse"])
+        ]
+        inside, integers = (None, {}) if hides is None else hides.as_inputs(g)
+        g.mark_output(self.attended(node, a, sides, inside))
+        # with real tensors, as values of hidden rows are computed
+        both = apart(partial(split, g, _SIDES, save=["out", "lse"]))
+        return both, values | integers
+
+    def hiding(self, b: Builder, node: fx.Node, a: Arguments, at: _Places) -> Hiding | None:
+        """The tensors that hide keys, in the kernel graph; None if nothing does."""
+        limits = lengths_of(node)
+        if limits is None:
+            return None
+        q, k = _ranked(b.value(a["query"]), b.value(a["key"]))
+        whole = (*at.front, at.rows, at.keys)
+        slots = [
+            translated(whole, correspondence(_scores_of(q, k), b.value(n))) for n in limits.beside
+        ]
+        pairs = zip(limits.beside, slots, strict=True)
+        beside = [b.tensor(node, n, own, rank=len(own)) for n, own in pairs]
+        return hiding(b, node, limits, q.dims[0], beside)
 
     def operands(self, b: Builder, node: fx.Node, a: Arguments, at: _Places) -> dict[str, Tensor]:
         """Query, key and value in the kernel graph."""
@@ -161,29 +218,17 @@ class Attention(_Attention):
     products: ClassVar[int] = 2
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        limits = lengths_of(node)
-        if limits is not None and _causal(a):
-            raise Unsupported(node, "is causal and has a mask; make the mask causal")
-        q, k, v = self.sides(s, node, a)
-        for given in [] if limits is None else limits.nodes:
-            join_lengths(s, given, q.dims[0])
-        for beside in [] if limits is None else limits.beside:
-            if leaves(q.dims[-2]) and leaves(q.dims[-2]) == leaves(k.dims[-2]):
-                raise Unsupported(node, "takes a mask tensor, and queries that are keys as well")
-            s.broadcast(node, [_scores_of(q, k), s.of(beside)])
-        if limits is not None and _keeps_sums(node):
-            raise Unsupported(node, "has a mask, and keeps sums of its rows for gradients")
+        q, _, v = self.sides(s, node, a)
         y = Value((*q.dims[-len(s.of(a["query"]).dims) : -1], v.dims[-1]))
         if not isinstance(node.meta["val"], tuple | list):
             return y
-        sums = None if limits is not None else _sums_of(node, node.meta["val"][1], q)
-        return (y, sums, *(None,) * (_RESULTS - 2))
+        return (y, _sums_of(node, node.meta["val"][1], q), *(None,) * (_RESULTS - 2))
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         at = _places(b, node, a)
         if _keeps_sums(node) and isinstance(b.shapes.values[node][1], Value):
-            both = self.passes(b, node, a, at)
-            y, lse = _inlined(b, both.forward, self.operands(b, node, a, at))
+            both, values = self.passes(b, node, a, at)
+            y, lse = _inlined(b, both.forward, values)
             sums = Built(lse, _last((None, *at.front, at.rows, None), lse))
         else:
             y, sums = self._alone(b, node, a, at), None
@@ -194,39 +239,16 @@ class Attention(_Attention):
     def _alone(self, b: Builder, node: fx.Node, a: Arguments, at: _Places) -> Tensor:
         """The result without its logarithms."""
         query = multiplied(b, node, a["query"], at.query)
-        [q] = _ranked(b.value(a["query"]))
-        limits, sequences = lengths_of(node), q.dims[0]
-        heads, rank = at.key, 2
-        counted = limits is not None and (limits.node is not None or limits.first is not None)
-        if counted and not leaves(sequences):
-            # one sequence; not the query's dimension, which may be computed without it
-            heads, rank = (None, *heads), len(heads) + 1
-        key = multiplied(b, node, a["key"], heads, rank)
+        rank = len(at.key) if at.front[:1] == (None,) else 2
+        key = multiplied(b, node, a["key"], at.key, rank)
         value = multiplied(b, node, a["value"], at.value)
-        if limits is not None and (limits.first is not None or limits.beside):
-            scale = _scale(node, a)
-            scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
-            scores = b.g.mul(b.g.matmul(query, b.g.transpose(key)), scale)
-            scores = seen(b, scores, limits, self._beside(b, node, limits, at))
-            scores = limited(b, node, scores, limits, sequences)
-            return b.g.matmul(b.g.softmax(scores), value)
-        return b.g.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=_causal(a) or (limits is not None and limits.causal),
-            scale=_scale(node, a),
-            lengths=None if limits is None else lengths_in(b, node, limits, sequences),
-        )
+        return self.attended(node, a, (query, key, value), self.hiding(b, node, a, at))
 
-    def _beside(self, b: Builder, node: fx.Node, limits: Lengths, at: _Places) -> list[Tensor]:
-        """The tensors that meet the scores, in the kernel graph."""
-        a = arguments_of(node)
-        scores = _scores_of(b.value(a["query"]), b.value(a["key"]))
-        whole = (*at.front, at.rows, at.keys)
-        slots = [translated(whole, correspondence(scores, b.value(n))) for n in limits.beside]
-        pairs = zip(limits.beside, slots, strict=True)
-        return [b.tensor(node, n, own, rank=len(own)) for n, own in pairs]
+
+def _counted(node: fx.Node) -> bool:
+    """True if integers limit the keys of sequences."""
+    limits = lengths_of(node)
+    return limits is not None and (limits.node is not None or limits.first is not None)
 
 
 def _keeps_sums(node: fx.Node) -> bool:
@@ -260,8 +282,8 @@ class AttentionBackward(_Attention):
     )  # fmt: skip
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        if mask_of(a) is not None:
-            raise Unsupported(node, "has a mask tensor; use is_causal")
+        if any(u.target is getitem and u.args[1] == 3 and u.users for u in node.users):
+            raise Unsupported(node, "has a mask with a gradient")
         q, k, v = self.sides(s, node, a)
         rows, sums = Value(q.dims[:-1]), s.of(a["logsumexp"])
         if _sums_of(node, fake(a["logsumexp"]), q) is None:
@@ -274,7 +296,7 @@ class AttentionBackward(_Attention):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         at = _places(b, node, a)
-        both, values = self.passes(b, node, a, at), self.operands(b, node, a, at)
+        both, values = self.passes(b, node, a, at)
         [cotangent] = both.cotangents
         for name, operand in (("out", a["out"]), (cotangent, cotangent_of(a))):
             width = b.one(node, b.value(operand).dims[-1])

@@ -32,7 +32,7 @@ def _forward(a: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 def _backward(a: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     query, value, dy = a["query"], _each(a, "value"), cotangent_of(a)
     sums = a["logsumexp"].reshape(*query.shape[:-1], 1)
-    weights = (_scores(a) - sums).exp()
+    weights = (_scores(a) - sums).exp().nan_to_num()  # of a row that sees nothing
     change = weights * (dy @ value.mT - (dy * a["out"]).sum(-1, keepdim=True)) * _scale(a)
     found = change.mT @ query, weights.mT @ dy
     heads = a["key"].shape[-3]

@@ -21,6 +21,7 @@ from torch import fx
 from cutesuper.torch.compile import internals
 from cutesuper.torch.compile.attention import without_seeds
 from cutesuper.torch.compile.heads import take_heads
+from cutesuper.torch.compile.length_masks import computed_again
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partition import partition
 from cutesuper.torch.compile.region_operator import region as region_operator
@@ -77,7 +78,8 @@ def compile_graph(
         _complain(f"no losses were looked for ({type(error).__name__}: {error})")
     names = internals.argument_names(gm)
     inner = partial(_inner, options=options, names=names, observe=observe, finish=finish)
-    return internals.compile_with(gm, inputs, inner, options.inductor)
+    patches = internals.recomputing(options.inductor, computed_again)
+    return internals.compile_with(gm, inputs, inner, patches)
 
 
 def _inner(

@@ -8,6 +8,8 @@
   not by the backend. It would give Inductor's code to this backend and, worse, this backend's to
   Inductor, so it is off while this backend compiles. Inductor's cache is keyed by the graph that it
   compiles, calls of regions included, and stays on.
+* ``CheckpointPolicy`` in ``node.meta["recompute"]``, as activation checkpointing leaves it: what
+  the backward graph computes again.
 * ``torch._inductor.decomposition``: decompositions of operators that ``torch.export`` leaves whole.
 * ``torch.autograd.Function.apply`` is replaced while a function is traced: ``torch.export`` looks
   through it, and its graph does not show that the function had a formula of its own.
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
@@ -33,6 +35,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import fx
 from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
 
 T = TypeVar("T")
 
@@ -51,6 +54,40 @@ def compile_with(
     with config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
         compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(patches))
     return cast("Callable[..., Any]", compiled)
+
+
+def recomputing(
+    patches: Mapping[str, Any], chosen: Callable[[fx.Graph], Iterable[fx.Node]]
+) -> dict[str, Any]:
+    """Options of Inductor with which the backward graph computes chosen nodes again.
+
+    AOTAutograd might keep them.
+
+    Args:
+        patches: other options.
+        chosen: finds these nodes in the graph of both passes.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass  # 3 s with what it imports
+
+    name = "joint_custom_post_pass"
+    given = patches.get(name) or ()
+    others = tuple(given) if isinstance(given, list | tuple) else (given,)
+
+    class Recomputing(CustomGraphPass):
+        """Marks the nodes, after the user's own passes."""
+
+        def __call__(self, graph: fx.Graph) -> None:
+            for other in others:
+                other(graph)
+            for node in chosen(graph):
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+        def uuid(self) -> Any:
+            """A name for Inductor's cache; None if one of the user's passes has none."""
+            own = [getattr(other, "uuid", lambda: None)() for other in others]
+            return None if None in own else (chosen.__qualname__, *own)
+
+    return {**patches, name: Recomputing()}
 
 
 def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import fx
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.factored_dims import equal
 from cutesuper.torch.compile.graph_builder import FLOATS, fake
-from cutesuper.torch.compile.positions import Condition, Given, Limit, as_kind, marks_of
+from cutesuper.torch.compile.positions import Condition, Given, Integers, Limit, as_kind, marks_of
 from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of, products
 from cutesuper.torch.compile.views import Filled, negated, turned
 
@@ -236,12 +236,30 @@ def _lengths(limits: Sequence[Limit], queries: Any, keys: Any) -> Lengths | None
 
 def reads(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node needs in a kernel: lengths in the place of a mask."""
-    lengths, mask, a, entry = lengths_of(node), mask_read(node), arguments_of(node), entry_of(node)
+    lengths, mask, entry = lengths_of(node), mask_read(node), entry_of(node)
+    own = node.all_input_nodes if entry is None else entry.reads(node, arguments_of(node))
     if lengths is None:
-        return node.all_input_nodes if entry is None else entry.reads(node, a)
-    others = [a[n] for n in ("query", "key", "value", "self", "other") if n in a]
-    needed = [n for n in others if n is not mask]
-    return [*needed, *lengths.nodes, *lengths.beside]
+        return own
+    return [*(n for n in own if n is not mask), *lengths.nodes, *lengths.beside]
+
+
+def computed_again(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of masks made of positions that backward passes read, in the graph of both passes.
+
+    Those of all positions are among them: equal ones become one. They cost less to compute again
+    than to keep, and kernels take limits in place of them.
+    """
+    readers = (n for n in graph.nodes if n.op == "call_function" and _attends(n.target))
+    found = {m for n in readers if "backward" in str(n.target) for m in _makers(n)}
+    if found:
+        found.update(n for n in graph.nodes if _are_places(n))
+    return {n for n in found if n.op == "call_function"}
+
+
+def _are_places(node: fx.Node) -> bool:
+    """True for integers that depend on no tensor."""
+    found = marks_of(node)
+    return isinstance(found, Integers) and found.node is None
 
 
 def makers(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
-from cutesuper.ir.graph import Tensor
+from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.torch.compile.factored_dims import Dims, extent_of, leaves, unify
 from cutesuper.torch.compile.graph_builder import (
     Builder,
@@ -45,7 +46,7 @@ class Masked(Pointwise):
         heads = b.groups(tuple(p for d in rest[:-2] for p in leaves(d)))
         slots = (*own, *heads, *rows, *keys)
         x = b.tensor(node, scores, slots, rank=len(slots))
-        return Built(limited(b, node, x, limits, first), of_rank(slots, x))
+        return Built(hiding(b, node, limits, first)(x), of_rank(slots, x))
 
     def _scores(self, node: fx.Node, a: Arguments) -> fx.Node:
         return a["other"] if a["self"] is mask_read(node) else a["self"]
@@ -64,39 +65,63 @@ def join_lengths(s: Shapes, lengths: fx.Node, sequences: Dims) -> None:
     s.whole(sequences)
 
 
-def seen(b: Builder, x: Tensor, limits: Lengths, beside: Sequence[Tensor]) -> Tensor:
-    """Scores that meet the tensors beside them: conditions, and a mask that is added."""
-    given, added_ = beside[: len(limits.given)], beside[len(limits.given) :]
-    for condition, t in zip(limits.given, given, strict=True):
-        x = b.g.hide(t if condition.visible else b.g.sub(1.0, t), x)
-    for t in added_:
-        x = b.g.hide(b.g.sub(1.0, infinite(b.g, t, -1.0)), b.g.add(x, t))
-    return x
+@dataclass(frozen=True)
+class Hiding:
+    """Limits and masks that hide keys from scores, as tensors of a kernel graph.
+
+    Attributes:
+        limits: what they stand for.
+        ends: the number of keys that each sequence sees; None for all.
+        starts: the first key that each sequence sees; None for the first one that there is.
+        beside: conditions, and a mask that is added.
+    """
+
+    limits: Lengths
+    ends: Tensor | None
+    starts: Tensor | None
+    beside: tuple[Tensor, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Scores of which some are hidden."""
+        g, count = x.graph, len(self.limits.given)
+        for condition, t in zip(self.limits.given, self.beside[:count], strict=True):
+            x = g.hide(t if condition.visible else g.sub(1.0, t), x)
+        for t in self.beside[count:]:
+            x = g.hide(g.sub(1.0, infinite(g, t, -1.0)), g.add(x, t))
+        if self.ends is not None:
+            x = g.length_mask(x, self.ends, causal=self.limits.causal)
+        elif self.limits.causal:
+            x = g.causal_mask(x)
+        if self.starts is None or self.limits.first is None:
+            return x
+        return g.limit_mask(x, self.starts, causal=self.limits.first.causal)
+
+    def as_inputs(self, g: KernelGraph) -> tuple[Hiding, dict[str, Tensor]]:
+        """Make inputs of another graph of the tensors; return them, and by name what they are."""
+        given = {"ends": self.ends, "starts": self.starts}
+        given |= {f"beside{n}": t for n, t in enumerate(self.beside)}
+        there = {name: t for name, t in given.items() if t is not None}
+        made = {n: g.new_input(t.shape, t.dtype, n) for n, t in there.items()}
+        beside = tuple(made[f"beside{n}"] for n in range(len(self.beside)))
+        return Hiding(self.limits, made.get("ends"), made.get("starts"), beside), there
 
 
-def limited(b: Builder, node: fx.Node, x: Tensor, limits: Lengths, sequences: Dims) -> Tensor:
-    """Scores of which the limits hide some."""
-    lengths, first = lengths_in(b, node, limits, sequences), limits.first
-    if lengths is not None:
-        x = b.g.length_mask(x, lengths, causal=limits.causal)
-    elif limits.causal:
-        x = b.g.causal_mask(x)
-    if first is None:
-        return x
-    own = b.one(node, sequences)
-    if first.node is None:
-        starts = b.filled((own,), first.offset)
-    else:
-        starts = b.lengths(first.node, (own,), first.offset, first.most)
-    return b.g.limit_mask(x, starts, causal=first.causal)
-
-
-def lengths_in(b: Builder, node: fx.Node, limits: Lengths, sequences: Dims) -> Tensor | None:
-    """The lengths of sequences as an input of the kernel graph, or None."""
-    if limits.node is None:
-        return None
-    own = b.one(node, sequences)
-    return b.lengths(limits.node, (own,), limits.offset, limits.most)
+def hiding(
+    b: Builder, node: fx.Node, limits: Lengths, sequences: Dims, beside: Sequence[Tensor] = ()
+) -> Hiding:
+    """Limits and masks that hide keys from the scores of a node; integers become inputs."""
+    ends, starts, first = None, None, limits.first
+    if limits.node is not None:
+        own = b.one(node, sequences)
+        ends = b.lengths(limits.node, (own,), limits.offset, limits.most)
+    if first is not None:
+        own = b.one(node, sequences)
+        starts = (
+            b.filled((own,), first.offset)
+            if first.node is None
+            else b.lengths(first.node, (own,), first.offset, first.most)
+        )
+    return Hiding(limits, ends, starts, tuple(beside))
 
 
 def _parts(lengths: Value) -> Dims:

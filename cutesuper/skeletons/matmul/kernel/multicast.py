@@ -42,7 +42,7 @@ class Sharing:
         return Int16((1 << self.parts) - 1) if self.parts > 1 else None
 
     def first_held(self, first: Any) -> Any:
-        """Place in shared memory of row ``first`` of the tile, the first of this block's part."""
+        """Place in this block's shared memory of ``first``, the row that its part begins with."""
         return Int32(0) if self.joint else first
 
     @cute.jit
