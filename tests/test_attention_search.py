@@ -260,7 +260,7 @@ def test_a_short_label_between_products_stays_with_the_matmul_loop(hidden: int) 
 
 
 #: what results are multiplied by that the loop does not load
-BESIDE = {"gate": (2, 64, 64), "columns": (64,), "rows": (2, 64, 1), "batch": (2, 1, 1)}
+BESIDE = {"gate": (2, 64, 64), "columns": (64,)}
 
 
 def refused_scores(what: str, keys: int = 512) -> KernelGraph:

@@ -25,7 +25,10 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def alibi(device: Any) -> Any:
-    slopes = SLOPES.to(device)
+    return alibi_of(SLOPES.to(device))
+
+
+def alibi_of(slopes: torch.Tensor) -> Any:
     return lambda score, b, h, q, k: score + slopes[h] * (k - q)
 
 
@@ -130,7 +133,7 @@ def learned(device: str, width: int, dtype: torch.dtype) -> None:
     dy, table = torch.randn(q.shape, device=device).to(dtype), BIAS[:, :24].clone()
 
     def run(dtype: torch.dtype, attend: Any) -> list[torch.Tensor]:
-        slopes, bias = (t.to(device, dtype).requires_grad_() for t in (SLOPES, table))
+        slopes, bias = (t.to(device, dtype, copy=True).requires_grad_() for t in (SLOPES, table))
 
         def changed(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
             return score + slopes[h] * (j - i) + bias[h, (i - j).abs()]
@@ -193,6 +196,19 @@ def judge_extents(rows: int, keys: int, device: str, dtype: torch.dtype) -> None
     for mine, want, other in zip(found, by_hand(torch.float64), by_hand(dtype), strict=True):
         report = acceptable(mine, want, other, mine.dtype)
         assert report, report.message
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 7), (20, 33), (29, 20)])
+def test_gradients_of_what_a_function_reads(rows: int, keys: int) -> None:
+    sides = [torch.randn(2, h, n, 32, dtype=torch.float64)
+             for h, n in ((4, rows), (2, keys), (2, keys))]  # fmt: skip
+    slopes = SLOPES.clone().requires_grad_()
+    y = cs.ops.flex_attention(*(t.float() for t in sides), alibi_of(slopes), None, None, True)
+    q, k, v = sides[0], *(t.repeat_interleave(2, 1) for t in sides[1:])
+    far = torch.arange(keys) - torch.arange(rows)[:, None]
+    want = (q @ k.mT * 32**-0.5 + slopes.view(4, 1, 1) * far).softmax(-1) @ v
+    found, exact = (torch.autograd.grad(t.sum(), slopes)[0] for t in (y, want))
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-3)
 
 
 def test_rectangles() -> None:

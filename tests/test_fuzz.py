@@ -252,11 +252,12 @@ def test_functions_made_of_exponentials_may_overflow_where_these_do() -> None:
 def test_an_element_is_sure_to_be_the_largest_if_no_other_may_be() -> None:
     """And the number of those that are is at least 1."""
     m = Balls()
-    found = m.largest(ball([[1.0, 2.0, 3.0], [2.9, 3.0, 1.0]], 0.1), -1)
+    found = m.largest(ball([[1.0, 2.0, 3.0], [2.9, 3.0, 1.0]], 0.1), [-1])
     assert found.v.tolist() == [[0, 0, 1], [0, 1, 0]]
     assert found.e.tolist() == [[0, 0, 0], [1, 1, 0]] and m.jumped
     ties = Balls()
-    assert ties.largest(ball([2.0, 2.0, 1.0], 0.0), -1).v.tolist() == [1, 1, 0] and not ties.jumped
+    assert ties.largest(ball([2.0, 2.0, 1.0], 0.0), [-1]).v.tolist() == [1, 1, 0]
+    assert not ties.jumped
 
 
 def test_a_row_of_minus_infinity_that_no_mask_hides_has_no_softmax() -> None:

@@ -162,7 +162,7 @@ KERNEL_GRAPHS: dict[str, tuple[Change, str]] = {
     "bool extent": (put("nodes", 0, "dims", 0, True), "extent True is not a positive int"),
     "symbol": (put("nodes", 0, "dims", 0, {"symbol": "M M", "hint": 1}), "must be an identifier"),
     "hint": (put("nodes", 0, "dims", 0, {"symbol": "M", "hint": -1}), "must be a positive int"),
-    "inner symbol": (put("nodes", 0, "dims", 1, {"symbol": "M", "hint": 1}), "all but the last"),
+    "inner symbol": (put("nodes", 0, "dims", 1, {"symbol": "M", "hint": 1}), "dimensions M and"),
     "dtype": (put("nodes", 0, "dtype", "int4"), "dtype 'int4': not supported"),
     "constant": (put("nodes", 0, "constant", "no"), "'no' is not of type bool"),
     "name": (put("nodes", 0, "name", 7), "7 is not of type str"),

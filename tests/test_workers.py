@@ -123,8 +123,9 @@ def test_one_processor_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SCRIPT = """
-import os, time
+import os, signal, time
 from cutesuper.runtime.workers import Workers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs behind a shell's & ignore it
 print("script", flush=True)
 pool = Workers(2)
 print(pool.submit(os.getpid).result(), flush=True)

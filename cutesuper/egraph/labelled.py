@@ -263,7 +263,7 @@ def _separate(region: Region) -> _Unification | None:
     uses = _uses(region)
     value = {u: region.ops[u[0]].operands[u[1]].value for u in uses}
     groups: dict[Use, Group] = {u: (value[u], n) for n, u in enumerate(uses)}
-    alone = _Unification(region, groups)
+    alone = _Unification(region, dict(groups))
     if not alone.consistent:
         return None
     apart = _Apart(alone)
@@ -273,7 +273,26 @@ def _separate(region: Region) -> _Unification | None:
             if apart.join([((groups[u], d), (other, d)) for d in dims]):
                 groups[u] = other
                 break
-    return _Unification(region, groups)
+    joined = _Unification(region, groups)
+    if joined.consistent and not joined.repeats_beside_rows:
+        return joined
+    return _joined_in_turn(region, alone)
+
+
+def _joined_in_turn(region: Region, alone: _Unification) -> _Unification:
+    """Join the loads that can be joined, with all operators unified again after each.
+
+    It is for regions with single rows of products, of which only that says what they must not meet.
+    """
+    uses, best = _uses(region), alone
+    for n, u in enumerate(uses):
+        for other in dict.fromkeys(best.groups[v] for v in uses[:n]):
+            if other[0] == best.groups[u][0] and other != best.groups[u]:
+                joined = _Unification(region, {**best.groups, u: other})
+                if joined.consistent:
+                    best = joined
+                    break
+    return best
 
 
 class _Apart:
@@ -469,6 +488,11 @@ class _Unification:
                 operands[1] += result[len(operands[1]) :]
             for slots in operands:
                 self._align(slots, result)
+
+    @property
+    def repeats_beside_rows(self) -> bool:
+        """True if there are both dimensions that are repeated and single rows of products."""
+        return bool(self.repeated and self._single_rows(self._larger()))
 
     def _one_label_each(self) -> bool:
         """True if no value has a label twice, or the label of a single row beside one it meets."""

@@ -189,11 +189,14 @@ def passes_of(program: Program, graph: KernelGraph) -> Split:
 def opened(program: Program, call: Call) -> KernelGraph:
     """The graph of a program for any numbers of rows and keys.
 
-    An extent of one stays a number, since it may stand for a tensor that is repeated.
+    An extent of one stays a number, since it may stand for a tensor that is repeated. Tensors of a
+    single row have no dimension for it, so the one before that of the keys is another one's.
     """
     given, g, values = program.graph, KernelGraph(), list[Tensor]()
+    if call.keys == 1:
+        return given
     rows, keys = (
-        n if n == 1 else Symbol(name, class_of(kind, n))
+        None if n == 1 else Symbol(name, class_of(kind, n))
         for name, kind, n in (("L", "queries", call.rows), ("S", "keys", call.keys))
     )
     for i, n in enumerate(given.nodes):
