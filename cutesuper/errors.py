@@ -84,6 +84,10 @@ class LoweringError(CutesuperError, NotImplementedError):
     """A program that the lowering cannot express yet."""
 
 
+#: errors that mean "no kernel for this graph"; others concern the options or the machine
+NO_KERNEL = (SearchError, LoweringError, ScheduleError)
+
+
 class TraceError(CutesuperError, RuntimeError):
     """A PyTorch function with a part that cannot become a kernel graph."""
 

@@ -77,9 +77,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Leave modules, and the 4000 tests themselves, out of all later looks for garbage. A search
+    """Draw the same numbers in every run, whichever tests a worker ran before.
+
+    Leave modules, and the 4000 tests themselves, out of all later looks for garbage. A search
     makes many small objects that live and benchmarks collect after each case: that took a tenth of
     the time of all tests."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
     if len(sys.modules) >= _modules_at_last_freeze[0] + _MANY_MODULES:
         _modules_at_last_freeze[0] = len(sys.modules)
         gc.collect()

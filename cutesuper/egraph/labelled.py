@@ -14,7 +14,7 @@ stored; it gives labels in its own order and no operation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -266,68 +266,50 @@ def _separate(region: Region) -> _Unification | None:
     alone = _Unification(region, dict(groups))
     if not alone.consistent:
         return None
-    apart = _Apart(alone)
+    apart = alone.apart()
     for n, u in enumerate(uses):
         for other in dict.fromkeys(groups[v] for v in uses[:n] if value[v] == value[u]):
             dims = range(len(region.inputs[value[u]]))
-            if apart.join([((groups[u], d), (other, d)) for d in dims]):
-                groups[u] = other
-                break
-    joined = _Unification(region, groups)
-    if joined.consistent and not joined.repeats_beside_rows:
-        return joined
-    return _joined_in_turn(region, alone)
+            joined = apart.joined([((groups[u], d), (other, d)) for d in dims])
+            if joined is None:
+                continue
+            # only all operators together say which rows of products are single ones
+            if (
+                alone.repeats_beside_rows
+                and not _Unification(region, {**groups, u: other}).consistent
+            ):
+                continue
+            apart, groups[u] = joined, other
+            break
+    return _Unification(region, groups)
 
 
-def _joined_in_turn(region: Region, alone: _Unification) -> _Unification:
-    """Join the loads that can be joined, with all operators unified again after each.
-
-    It is for regions with single rows of products, of which only that says what they must not meet.
-    """
-    uses, best = _uses(region), alone
-    for n, u in enumerate(uses):
-        for other in dict.fromkeys(best.groups[v] for v in uses[:n]):
-            if other[0] == best.groups[u][0] and other != best.groups[u]:
-                joined = _Unification(region, {**best.groups, u: other})
-                if joined.consistent:
-                    best = joined
-                    break
-    return best
-
-
+@dataclass(frozen=True)
 class _Apart:
     """Classes of dimensions of which some must stay apart: those of one value.
 
     To ask if two may be joined takes 10 us; to unify all operators of a region of 40, 2 ms.
 
-    Args:
-        found: the classes to begin with; consistent.
+    Attributes:
+        classes: of dimensions.
+        others: for each class, by its representative, those that it must not join.
     """
 
-    def __init__(self, found: _Unification) -> None:
-        self._find = found.find
-        self._classes = Classes[Slot]()
-        self._others: dict[Slot, set[Slot]] = {}  # for each class those that it must not join
-        for owner, shape in found.shapes.items():
-            own = {found.find((owner, d)) for d, e in enumerate(shape) if e != 1}
-            for root in own:
-                self._others.setdefault(root, set()).update(own - {root})
+    classes: Classes[Slot]
+    others: dict[Slot, set[Slot]]
 
-    def join(self, pairs: Sequence[tuple[Slot, Slot]]) -> bool:
-        """Join pairs of dimensions; False, and nothing is joined, if two must stay apart."""
-        classes = self._classes.copy()
-        others = dict(self._others)
+    def joined(self, pairs: Iterable[tuple[Slot, Slot]]) -> _Apart | None:
+        """The same with pairs of dimensions joined; None if two must stay apart."""
+        classes, others = self.classes.copy(), dict(self.others)
         for a, b in pairs:
-            a, b = classes.find(self._find(a)), classes.find(self._find(b))
+            a, b = classes.find(a), classes.find(b)
             if a == b:
                 continue
             classes.join(a, b)
-            met = others.pop(a, set()) | others.get(b, set())
-            others[b] = found = {classes.find(c) for c in met}
-            if b in found:
-                return False
-        self._classes, self._others = classes, others
-        return True
+            others[b] = {classes.find(c) for c in others.pop(a, set()) | others.get(b, set())}
+            if b in others[b]:
+                return None
+        return _Apart(classes, others)
 
 
 def _unshared(region: Region) -> Region:
@@ -426,7 +408,7 @@ class _Unification:
         self.region, self.groups, self.equal = region, groups, equal
         classes = Classes[Slot]()
         #: the representative of the dimensions that are unified with one
-        self.find, self._join = classes.find, classes.join
+        self.find, self._join, self._classes = classes.find, classes.join, classes
         self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
         self.repeated: list[Slot] = []  # such that meet larger ones
         self.shapes: dict[Any, Shape] = {}
@@ -491,8 +473,20 @@ class _Unification:
 
     @property
     def repeats_beside_rows(self) -> bool:
-        """True if there are both dimensions that are repeated and single rows of products."""
-        return bool(self.repeated and self._single_rows(self._larger()))
+        """True if there are both dimensions that are repeated and products of one row."""
+        products = (i for i, op in enumerate(self.region.ops) if op.facets.contracts)
+        return bool(self.repeated) and any(
+            self.extent(self.slots((i, 0))[-2]) == 1 for i in products
+        )
+
+    def apart(self) -> _Apart:
+        """The classes of dimensions, of which those of one value must stay apart."""
+        others: dict[Slot, set[Slot]] = {}
+        for owner, shape in self.shapes.items():
+            own = {self.find((owner, d)) for d, e in enumerate(shape) if e != 1}
+            for root in own:
+                others.setdefault(root, set()).update(own - {root})
+        return _Apart(self._classes, others)
 
     def _one_label_each(self) -> bool:
         """True if no value has a label twice, or the label of a single row beside one it meets."""

@@ -243,8 +243,10 @@ class Power(Composed):
 
 def power(g: KernelGraph, x: Tensor, exponent: float) -> Tensor:
     """x to a power that is a multiple of 1/4."""
-    if exponent in (1.0, -0.5):
-        return g.mul(x, 1.0) if exponent == 1.0 else g.rsqrt(x)
+    if exponent == 1.0:
+        return g.mul(x, 1.0)
+    if exponent == -0.5:
+        return g.rsqrt(x)
     whole, part = divmod(abs(exponent), 1)
     factors = [*_whole_power(g, x, int(whole)), *_roots(g, x, part)]
     y = reduce(g.mul, factors) if factors else g.add(g.keep(0.0, x), 1.0)

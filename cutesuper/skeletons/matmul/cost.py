@@ -66,7 +66,7 @@ def _wave(
     on_one = loop * active / max(1, min(target.sms, active))  # iterations of blocks on one SM
     # blocks that load the row tile together read a part of it each
     read = plan.stage_bytes - plan.row_bytes * (1 - 1 / plan.schedule.share_rows)
-    copied = plan.stage_bytes - plan.bulk_bytes
+    copied = plan.copied_bytes
     return {
         "memory": moved / target.bandwidth * 1e6,
         "ingest": on_one * plan.stage_bytes / r.sm_bytes_per_us,

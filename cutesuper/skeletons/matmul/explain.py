@@ -74,7 +74,6 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
     x, y, z = grid_shape(plan)
     columns = " or ".join(p.column for p in plan.sections)
     at_hint = f" where {plan.contracted} is as hinted" if plan.open_depth else ""
-    stage = plan.stage_bytes - plan.elsewhere_bytes
     lines = [
         (
             f"matmul loop: {plan.row} {m} x {columns} {n} per tile, {plan.contracted} {k} per "
@@ -85,7 +84,7 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
         + (f", {plan.helpers} helper warps" if plan.has_helpers else "")
         + (f", {plan.copiers} copier warps" if plan.copiers else "")
         + ", 1 producer warp",
-        f"ring of {s.stages} stages x {stage} bytes: {_ring(plan)}",
+        f"ring of {s.stages} stages x {plan.held_bytes} bytes: {_ring(plan)}",
         *_copy_lines(plan),
     ]
     if plan.beside:
@@ -185,7 +184,7 @@ def _copy_lines(plan: MatmulPlan) -> list[str]:
     views = list(plan.copied.values())
     if not views:
         return []
-    each = plan.stage_bytes - plan.bulk_bytes
+    each = plan.copied_bytes
     line = (
         "copied by threads, as bulk loads take rows of multiples of 16 bytes only: "
         f"{plan.names(views)}; {each} bytes a stage"

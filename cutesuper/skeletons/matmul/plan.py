@@ -643,9 +643,14 @@ class MatmulPlan(Plan[MatmulSchedule]):
         }
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of a stage that copier warps bring."""
+        return sum(t.bytes for t in self.copied_tiles.values())
+
+    @property
     def bulk_bytes(self) -> int:
-        """Bytes of a stage that bulk loads bring."""
-        return self.stage_bytes - sum(t.bytes for t in self.copied_tiles.values())
+        """Bytes of a stage that bulk loads bring to a block."""
+        return self.held_bytes - self.copied_bytes
 
     @property
     def held_rows(self) -> int:
@@ -654,10 +659,10 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return self.tile[0] // (s.share_rows if s.joint else 1)
 
     @property
-    def elsewhere_bytes(self) -> int:
-        """Bytes of a stage's row tiles that lie in the other block of a pair."""
-        m, _, k = self.tile
-        return self.element_bytes * k * len(self.rows) * (m - self.held_rows)
+    def held_bytes(self) -> int:
+        """Bytes of a stage's tiles that a block has in its shared memory."""
+        m, _, _ = self.tile
+        return self.stage_bytes - self.row_bytes * (m - self.held_rows) // m
 
     @property
     def row_bytes(self) -> int:
@@ -750,7 +755,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes."""
-        slot = self.slot_bytes - self.elsewhere_bytes
+        slot = self.slot_bytes - self.stage_bytes + self.held_bytes
         return slot * self.schedule.stages + self.fixed_bytes(self.schedule)
 
     @property
@@ -966,7 +971,7 @@ def _exceeded_device(plan: MatmulPlan, target: Target) -> Limit | None:
             f"{plan.parts} parts of {plan.contracted} in each of {plan.tiles} tiles wait for each "
             f"other, and {target.sms} blocks run at once; use fewer parts",
         )
-    short = plan.exchange_in_ring and s.stages * plan.stage_bytes < plan.exchange_bytes
+    short = plan.exchange_in_ring and s.stages * plan.held_bytes < plan.exchange_bytes
     if plan.shared_bytes > target.shared_bytes or s.stages < 2 or short:
         return Limit(
             "stages exceed the shared memory",

@@ -6,7 +6,13 @@ from typing import TypeVar
 
 from torch import fx
 
-from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, SearchError
+from cutesuper.errors import (
+    NO_KERNEL,
+    CutesuperError,
+    LoweringError,
+    ScheduleError,
+    SearchError,
+)
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Options, as_target, bucketed, find
 from cutesuper.targets import Target
@@ -15,8 +21,6 @@ from cutesuper.torch.compile.region import Region, convert, source_lines
 
 E = TypeVar("E", bound=CutesuperError)
 
-#: errors that mean "no kernel for this graph"; others concern the options or the machine
-NO_KERNEL = (SearchError, LoweringError, ScheduleError)
 #: the ends of messages about a part of a function that cannot be traced, or has no kernel
 REMEDY = (
     "Leave it outside of the function, or use "

@@ -22,7 +22,14 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from cutesuper.errors import CutesuperError, GraphError, OptionError, ShapeError, TraceError
+from cutesuper.errors import (
+    NO_KERNEL,
+    CutesuperError,
+    GraphError,
+    OptionError,
+    ShapeError,
+    TraceError,
+)
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.pipeline import as_target
@@ -47,7 +54,7 @@ from cutesuper.torch.compile.internals import (
 from cutesuper.torch.compile.losses import LOSSES
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
-from cutesuper.torch.compile.refusals import NO_KERNEL, REMEDY, refusal, without_kernel
+from cutesuper.torch.compile.refusals import REMEDY, refusal, without_kernel
 from cutesuper.torch.compile.region import Region, names_read, source_lines
 from cutesuper.torch.compile.rest import (
     computed,

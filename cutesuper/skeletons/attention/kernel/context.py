@@ -13,7 +13,7 @@ from typing import Any
 import cutlass.cute as cute
 
 from cutesuper.device.barriers import Barriers, Meeting
-from cutesuper.device.math import DeviceMath
+from cutesuper.device.math import ScoreMath
 from cutesuper.device.memory import EVICT_FIRST
 from cutesuper.device.pipeline import Ring
 from cutesuper.device.products import FREE_BARRIER, Products, products
@@ -50,7 +50,7 @@ class Known:
     cores: Products
     extents: Extents
     dtype: Any
-    math: DeviceMath
+    math: ScoreMath
     key_view: Any
     value_view: Any
     inner_major: bool
@@ -71,7 +71,7 @@ class Known:
         extents, s = Extents(plan.program, plan.arguments), plan.schedule
         keys, values = plan.view(plan.key_load), plan.view(plan.value_load)
         return Known(
-            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), keys, values,
+            plan, products(), extents, ELEMENT[plan.dtype], ScoreMath(), keys, values,
             keys.contiguous(plan.inner), values.contiguous(plan.columns), s.stages,
             s.key_groups, s.row_groups, plan.warpgroups, 4 * plan.warpgroups,
             plan.key_tile, plan.depth, plan.width, s.dependent_launch,

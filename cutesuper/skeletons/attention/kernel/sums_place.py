@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import select_
 
-from cutesuper.device.math import DeviceMath
+from cutesuper.device.math import ScoreMath
 from cutesuper.device.memory import element
 from cutesuper.device.products import Products, products
 from cutesuper.skeletons.attention.kernel.rows import masked_length, masked_offset
@@ -60,7 +60,7 @@ class Places:
         self.cores: Products = products()
         self.extents = Extents(plan.program, plan.arguments)
         self.dtype = ELEMENT[plan.dtype]
-        self.math = DeviceMath(fast=True)
+        self.math = ScoreMath()
         self.row_tile = ROW_BLOCK * plan.schedule.row_groups
         # rows that see most come first, so that short blocks fill the last wave
         self.last_first = any(s.mask.rows and not s.across for s in plan.sights)

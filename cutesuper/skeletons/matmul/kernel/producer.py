@@ -43,8 +43,6 @@ class Producer:
         #: shape of the box of a row operand
         box = (ROW_BOX, known.k // sharing.blocks) if plan.turned else (sharing.rows, plan.chunk)
         self.row_box = (*box, known.chunks) if self.chunked else box
-        #: that bulk loads bring to a stage of this block
-        self.stage_bytes = plan.bulk_bytes - plan.elsewhere_bytes
         #: rows are kept where columns are not
         self.row_hint = EVICT_LAST if plan.schedule.stream_columns else None
         #: True if loads may start before all barriers are known to be ready
@@ -155,7 +153,7 @@ class Producer:
     def fill(self, loads, memory, tile, first: cutlass.Constexpr, last: cutlass.Constexpr):
         """Load stages ``first`` to ``last`` of the first round, which need no wait."""
         for i in cutlass.range(first, self.before(min(last, self.k.stages), tile), unroll=1):
-            memory.ring.expect(i, self.stage_bytes)
+            memory.ring.expect(i, self.k.plan.bulk_bytes)
             self.load_stage(loads, memory, tile, i, i, True)
 
     @cute.jit
@@ -184,7 +182,7 @@ class Producer:
         ring = memory.ring
         for i in cutlass.range(first, tile.iterations, unroll=1):
             ring.wait_empty(at)
-            ring.expect(at.stage, self.stage_bytes)
+            ring.expect(at.stage, self.k.plan.bulk_bytes)
             self.load_stage(loads, memory, tile, i, at.stage, True)
             if cutlass.const_expr(self.k.dependent):
                 self.load_stage(loads, memory, tile, i, at.stage, False)

@@ -452,11 +452,6 @@ def _check_sinks(r: Request, sinks: torch.Tensor) -> None:
         )
     if sinks.dtype not in (torch.float32, r.query.dtype):
         raise DTypeError(f"{r.call}: sinks is {sinks.dtype}; use {r.query.dtype} or torch.float32")
-    if sinks.device != r.query.device:
-        raise DeviceError(
-            f"{r.call}: sinks is on {sinks.device}, query on {r.query.device}; move all to one "
-            "device"
-        )
 
 
 def _check_mask(r: Request, mask: torch.Tensor) -> None:
@@ -472,11 +467,6 @@ def _check_mask(r: Request, mask: torch.Tensor) -> None:
     if mask.dtype not in (torch.bool, torch.float32, r.query.dtype):
         raise DTypeError(
             f"{r.call}: attn_mask is {mask.dtype}; use torch.bool, {r.query.dtype} or torch.float32"
-        )
-    if mask.device != r.query.device:
-        raise DeviceError(
-            f"{r.call}: attn_mask is on {mask.device}, query on {r.query.device}; move all to one "
-            "device"
         )
 
 
@@ -494,7 +484,8 @@ def _check_types(r: Request) -> None:
         raise DTypeError(f"{r.call}: query is {r.query.dtype}; use float16, bfloat16 or float32")
     integers = ("key_lengths", r.key_lengths), ("page_table", r.page_table)
     limits = ("key_starts", r.limits.starts), ("key_ends", r.limits.ends)
-    for name, t in (*floats.items(), *integers, *limits):
+    beside = ("attn_mask", r.mask), ("sinks", r.sinks)
+    for name, t in (*floats.items(), *integers, *limits, *beside):
         if t is not None and t.device != r.query.device:
             raise DeviceError(
                 f"{r.call}: {name} is on {t.device}, query on {r.query.device}; move "

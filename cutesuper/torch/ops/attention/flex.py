@@ -11,8 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from cutesuper.autodiff.gradient import Split
-from cutesuper.errors import LoweringError, ScheduleError, SearchError, ShapeError
-from cutesuper.ir.dims import open_size
+from cutesuper.errors import ShapeError
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
@@ -128,7 +127,7 @@ class Passes:
 
 _traced: WeakKeyDictionary[Any, dict[Any, Traced]] = WeakKeyDictionary()
 _passes: Kept[tuple[object, ...], Passes] = Kept(KEPT_PLANS)
-_kernels: Kept[str, tuple[Runner, Runner] | None] = Kept(KEPT_KINDS)
+_kernels: Kept[str, tuple[Split, Runner, Runner] | None] = Kept(KEPT_KINDS)
 
 
 def _function(score_mod: ScoreMod, call: Call, device: torch.device) -> Traced:
@@ -154,17 +153,7 @@ def _runners(both: Split, device: torch.device) -> tuple[Split, Runner, Runner] 
     if device.type not in KERNEL_DEVICES:
         return both, _reference(both.forward), _reference(both.backward)
     key = dumps(both.forward) + dumps(both.backward)
-    runners = _kernels.made_on(device, key, "flex_attention", lambda: _compiled(both))
-    return None if runners is None else (both, *runners)
-
-
-def _compiled(both: Split) -> tuple[Runner, Runner] | None:
-    try:
-        return compiled(both)
-    except (SearchError, LoweringError, ScheduleError):
-        if any(open_size(n.shape) for n in both.forward.nodes):
-            return None
-        raise
+    return _kernels.made_on(device, key, "flex_attention", lambda: compiled(both))
 
 
 def _reference(graph: KernelGraph) -> Runner:
@@ -225,9 +214,8 @@ def flex_attention(
             all scores ``[B, Hq, L, S]`` and indices that broadcast to them, and traced at the first
             call with these extents: numbers that it reads are those of that call. Kernels are for
             any L and S of a class, unless tensors of which some repeat over rows or keys have
-            gradients. Tensors that it
-            reads are read at every call; for the gradients of those that require one, the gradients
-            of all scores are stored and added up.
+            gradients. Tensors that it reads are read at every call; for the gradients of those that
+            require one, the gradients of all scores are stored and added up.
         block_mask: of ``create_block_mask``; keys that its ``mask_mod`` hides do not count, and
             rows that see none are zero. It is read once. Where every row sees a range of keys that
             does not begin or end before that of the row in front, as of causal masks, windows,

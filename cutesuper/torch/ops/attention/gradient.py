@@ -7,7 +7,8 @@ Both passes are operators of ``torch.library``, so that compilers see them::
     attention_backward(cotangent, query, key, value, key_lengths, attn_mask, result, lse, ..)
         -> gradients
 
-Kernels are those of one kind of call with its extents; CPU tensors run the reference executor.
+Kernels are those of one kind of call, for any extents where there are such; CPU tensors run the
+reference executor.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from cutesuper.autodiff.gradient import Split, split
-from cutesuper.errors import GraphError, LoweringError, ScheduleError, SearchError
+from cutesuper.errors import GraphError
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import TABLE
@@ -46,6 +47,7 @@ from cutesuper.torch.ops.attention.kind import (
     Runner,
     cleared,
     graph_of,
+    kernels_of,
 )
 from cutesuper.torch.ops.attention.layout import Stored, order_of, refusal
 
@@ -192,7 +194,7 @@ def _runners(kind: Kind, device: torch.device) -> tuple[Split, Runner, Runner] |
     """The graphs of both passes and their runners; None if no kernels take all extents."""
     if device.type not in KERNEL_DEVICES:
         return _references.made((kind, TABLE.changes), lambda: _by_reference(kind))
-    return _kernels.made_on(device, kind, "attention", lambda: _compiled(kind))
+    return _kernels.made_on(device, kind, "attention", lambda: compiled(_graphs(kind)))
 
 
 def _by_reference(kind: Kind) -> tuple[Split, Runner, Runner]:
@@ -239,21 +241,13 @@ def _kept_names(both: Split) -> list[str]:
     return sorted(both.saved, key=both.saved.__getitem__)
 
 
-def compiled(both: Split) -> tuple[Runner, Runner]:
-    """The kernels of a forward and a backward pass."""
-    from cutesuper.pipeline import best_kernel
-
-    return best_kernel(both.forward), best_kernel(both.backward)
-
-
-def _compiled(kind: Kind) -> tuple[Split, Runner, Runner] | None:
-    both = _graphs(kind)
-    try:
-        return both, *compiled(both)
-    except (SearchError, LoweringError, ScheduleError):
-        if kind.open:
-            return None
-        raise
+def compiled(both: Split) -> tuple[Split, Runner, Runner] | None:
+    """Both passes with their kernels; None if extents are open, and no kernels take all."""
+    found = kernels_of(both.forward, both.backward)
+    if found is None:
+        return None
+    forward, backward = found
+    return both, forward, backward
 
 
 def _reference(kind: Kind, graph: KernelGraph) -> Runner:

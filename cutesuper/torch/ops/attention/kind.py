@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutesuper.errors import LoweringError, ScheduleError, SearchError
-from cutesuper.ir.dims import Dim, Symbol, extent
+from cutesuper.errors import NO_KERNEL
+from cutesuper.ir.dims import Dim, Symbol, extent, open_size
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
@@ -346,12 +346,19 @@ def _kept(kind: Kind, device: torch.device) -> Kernel | None:
 
 
 def _made(kind: Kind) -> Kernel | None:
+    found = kernels_of(graph_of(kind))
+    return None if found is None else found[0]
+
+
+def kernels_of(*graphs: KernelGraph) -> tuple[Kernel, ...] | None:
+    """The kernels of graphs; None if extents are open, and there are none that take all.
+    Raises SearchError, LoweringError, ScheduleError, CompileError if they are known."""
     from cutesuper.pipeline import best_kernel
 
     try:
-        return best_kernel(graph_of(kind))
-    except (SearchError, LoweringError, ScheduleError):
-        if kind.open:
+        return tuple(map(best_kernel, graphs))
+    except NO_KERNEL:
+        if any(open_size(g.nodes[i].shape) for g in graphs for i in g.inputs):
             return None
         raise
 
