@@ -107,7 +107,9 @@ def test_examples(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.ptx) if n == "heads" else n for n in EXAMPLES]
+)
 def test_kernels(name: str) -> None:
     judge(name, torch.bfloat16, "cuda")
 
@@ -170,26 +172,29 @@ def test_kernels_of_such_gradients() -> None:
     learned("cuda", 16, torch.bfloat16)
 
 
-def judge_extents(rows: int, keys: int, device: str, dtype: torch.dtype) -> None:
-    """Attention with slopes of heads in a window, by the rule against float64."""
+def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (j >= i - 9) & (j <= i + 30)
+
+
+def judge_extents(
+    rows: int, keys: int, device: str, dtype: torch.dtype, seen: Any = near, heads: Any = None
+) -> None:
+    """Attention with slopes of heads and a mask of so many heads, by the rule against float64."""
     torch.manual_seed(rows)
     sides = [torch.randn(2, h, n, 32, device=device).to(dtype)
              for h, n in ((4, rows), (2, keys), (2, keys))]  # fmt: skip
     changed = alibi(device)
-
-    def near(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return (j >= i - 9) & (j <= i + 30)
 
     def by_hand(dtype: torch.dtype) -> list[torch.Tensor]:
         q, k, v = own = [t.detach().to(dtype).requires_grad_() for t in sides]
         k, v = (t.repeat_interleave(2, 1) for t in (k, v))
         at = [torch.arange(n, device=device) for n in (2, 4, rows, keys)]
         at = [t.view([-1 if d == n else 1 for d in range(4)]) for n, t in enumerate(at)]
-        scores = changed(q @ k.mT * 32**-0.5, *at).masked_fill(~near(*at), -torch.inf)
+        scores = changed(q @ k.mT * 32**-0.5, *at).masked_fill(~seen(*at), -torch.inf)
         y = scores.softmax(-1).to(dtype) @ v
         return [y.detach(), *torch.autograd.grad(y.sum(), own)]
 
-    block = create_block_mask(near, None, None, rows, keys, device=device)
+    block = create_block_mask(seen, None, heads, rows, keys, device=device)
     own = [t.detach().requires_grad_() for t in sides]
     y = cs.ops.flex_attention(*own, changed, block, None, True)
     found = [y.detach(), *torch.autograd.grad(y.sum(), own)]
@@ -226,6 +231,18 @@ def test_kernels_of_any_extents(monkeypatch: pytest.MonkeyPatch) -> None:
         judge_extents(rows, keys, "cuda", torch.bfloat16)
     (made,) = module._kernels.values()
     assert made is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.parametrize("rows", [1, 2])
+def test_heads_that_see_less_and_less(rows: int) -> None:
+    """Heads that share keys have limits of their own; results of single rows were wrong."""
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return j < 70 - 20 * h + i
+
+    judge_extents(rows, 90, "cuda", torch.bfloat16, seen, 4)
 
 
 def test_compiled_functions_may_call_it() -> None:

@@ -74,6 +74,33 @@ def test_small_gradients(name: str) -> None:
     gradients(drawn(name, (2, 1, 2, 90, 150, 64), 3))
 
 
+@pytest.mark.ptx
+@pytest.mark.parametrize("rows", [1, 3])
+def test_limits_that_fall_from_head_to_head(rows: int) -> None:
+    """Limits rise along rows only: heads that share keys, whose limits fall, share no tile. They
+    did, and keys that the first heads see were left out."""
+    g = cs.new_kernel_graph()
+    q = g.new_input((1, 2, 4, rows, 64), "bfloat16", name="q")
+    k = g.new_input((1, 2, 1, 300, 64), "bfloat16", name="k")
+    v = g.new_input((1, 2, 1, 300, 64), "bfloat16", name="v")
+    ends = g.new_input((1, 2, 4, rows, 1), "int32", name="ends")
+    hidden = g.limit_mask(g.matmul(q, g.transpose(k, (0, 1, 2, 4, 3))), ends, lower=False)
+    g.mark_output(g.matmul(g.softmax(hidden, -1), v))
+    kernel = cs.superoptimize(g)
+    shapes = (4, rows), (1, 300), (1, 300)
+    given = [torch.randn(1, 2, *s, 64, device="cuda").bfloat16() for s in shapes]
+    last = torch.tensor([290, 200, 70, 5, 33, 300, 1, 128], device="cuda").view(1, 2, 4, 1, 1)
+    limits = (last + 5 * torch.arange(rows, device="cuda").view(-1, 1)).int()
+
+    def by_hand(q: Any, k: Any, v: Any) -> Any:
+        seen = torch.arange(300, device="cuda") < limits
+        return torch.where(seen, q @ k.mT, -torch.inf).softmax(-1) @ v
+
+    found = kernel(*given, limits)
+    report = acceptable(found, by_hand(*(t.double() for t in given)), by_hand(*given), found.dtype)
+    assert report, report.message
+
+
 @pytest.mark.parametrize("extents", LARGE)
 @pytest.mark.parametrize("name", CASES)
 def test_calls(name: str, extents: str) -> None:

@@ -601,6 +601,9 @@ class _Unification:
         own = dict(op.attributes)
         causal = bool(own.get("causal")) and op.shape[-2] != 1
         own |= {"causal": causal} if "causal" in own else {}
+        limits = self.slots((i, 1))
+        if "lower" in own and len(limits) == rank and self.extent(limits[-2]) != 1:
+            own["rises"] = rows  # limits of rows do not fall along them
         return {**own, "columns": columns, "rows": rows if causal else None}
 
     # ------------------------------------------------------------------------------------- names

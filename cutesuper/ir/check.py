@@ -45,6 +45,8 @@ _ENDED_BY = {
 }
 #: attributes of a masking operator: the labels along which it takes positions
 _MASKED = ("rows", "columns")
+#: the label of the rows along which limits do not fall, where they differ along it
+_RISES = "rises"
 #: most walks over one loop axis: mean, variance and product of LayerNorm + Linear take 3
 MAX_PASSES = 3
 
@@ -199,7 +201,7 @@ def _check_attributes(op: BlockOp, where: str) -> None:
                 operator.check_attributes(op.attributes)
                 return
             if operator.masks:
-                own = {k: v for k, v in op.attributes.items() if k not in _MASKED}
+                own = {k: v for k, v in op.attributes.items() if k not in (*_MASKED, _RISES)}
                 operator.check_attributes(own)
         except OperatorError as e:
             raise GraphError(f"{where}: {e}") from None
@@ -356,6 +358,9 @@ def _check_counted(program: BlockProgram, op: BlockOp, where: str) -> None:
             f"{where}: rows={rows!r} and columns={columns!r} must be two labels of its operand, "
             f"which has {', '.join(labels) or 'none'} (rows may be None)"
         )
+    rises = op.attributes.get(_RISES)
+    if rises is not None and rises not in lengths:
+        raise GraphError(f"{where}: {_RISES}={rises!r} must be a label of the limits")
     if op.attributes.get("causal") and rows is None:
         raise GraphError(f"{where}: causal=True counts rows; name their label")
     alien = set(lengths) - (set(labels) - {rows, columns})

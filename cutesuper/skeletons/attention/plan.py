@@ -83,8 +83,10 @@ class Mask:
             extents that are symbolic.
         added, taken: labels whose symbolic extents count as well: of the keys, of the rows.
         lower: whether the row sees the keys from the limit on.
-        rises: whether they are limits, which may differ from row to row and do not fall; not the
-            lengths of sequences, behind which memory may hold anything.
+        rises: whether they are limits, not the lengths of sequences, behind which memory may hold
+            anything.
+        rising: the label of the rows along which limits differ and do not fall, None if there is
+            none.
     """
 
     lengths: View | None
@@ -94,6 +96,7 @@ class Mask:
     taken: str | None = None
     lower: bool = False
     rises: bool = False
+    rising: str | None = None
 
     @property
     def written(self) -> bool:
@@ -103,6 +106,11 @@ class Mask:
     def along(self, labels: Iterable[str]) -> list[str]:
         """The labels along which its lengths differ, of some."""
         return [] if self.lengths is None else [d for d in labels if d in self.lengths.labels]
+
+    def apart(self, labels: Iterable[str]) -> list[str]:
+        """The labels, of some, of which a tile has one position.
+        The first and the last row of a tile say what its rows see, where limits do not fall."""
+        return [d for d in self.along(labels) if d != self.rising]
 
 
 @dataclass(frozen=True)
@@ -510,11 +518,11 @@ def _by_tile(plan: AttentionPlan) -> Iterator[Limit]:
                 f"at most {MAX_WIDTH}",
             )
     for mask in plan.masks:
-        if len(mask.along(plan.rows)) > mask.rises:
+        if apart := [d for d in mask.apart(plan.rows) if plan.tile(d) > 1]:
             yield Limit(
                 "lengths that differ between the rows of a tile",
                 "the attention loop cannot run this program: lengths differ between the rows of a "
-                f"tile; let {plan.rows[0]} have a tile of 1",
+                f"tile; let {apart[0]} have a tile of 1",
                 LoweringError,
             )
     if plan.key_tile not in KEY_TILES:

@@ -402,7 +402,7 @@ def mask_of(program: BlockProgram, op: BlockOp, lengths: View | None) -> Mask:
     a = op.attributes
     lower, rises = a.get("lower", False), "lower" in a
     if lengths is not None and not a["causal"]:
-        return Mask(lengths, None, 0, lower=lower, rises=rises)
+        return Mask(lengths, None, 0, lower=lower, rises=rises, rising=a.get("rises"))
     if lengths is None and a["alignment"] == "top_left":
         return Mask(None, a["rows"], 1)
     added, columns = (None, 0) if lengths is not None else _end(program, a["columns"])

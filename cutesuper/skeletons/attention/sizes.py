@@ -94,7 +94,9 @@ def _limit(plan: AttentionPlan, target: Target) -> Limit | None:
 def _candidates(known: AttentionPlan, target: Target) -> Iterator[AttentionPlan]:
     """The plan at all extents, with the schedule that it has."""
     kinds = {a.kind for a in known.program.axes_of(known.keys)}
-    for rows in row_tiles([known.program.dims[d] for d in known.own_labels]):
+    apart = {d for mask in known.masks for d in mask.apart(known.own_labels)}
+    dims = [1 if d in apart else known.program.dims[d] for d in known.own_labels]
+    for rows in row_tiles(dims):
         tile = dict(zip(known.own_labels, rows, strict=True))
         for keys in KEY_TILES:
             for cluster in CLUSTERS if AxisKind.CLUSTER in kinds else (1,):

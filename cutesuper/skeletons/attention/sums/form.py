@@ -32,9 +32,11 @@ from cutesuper.skeletons.operands import MULTIPLIED
 def masked_or_longest(
     labels: Sequence[str], ops: Iterable[LabelledOp | BlockOp], dims: Mapping[str, Dim]
 ) -> str:
-    """The label by whose position masks hide; the longest of several, or of all without a mask."""
+    """The label by whose position masks hide, or along which their limits do not fall.
+    The longest of several, or of all without a mask."""
     masks = [op.attributes for op in ops if op.facets.masks]
-    named = [d for d in labels if any(d in (m["rows"], m["columns"]) for m in masks)]
+    given = {m.get(side) for m in masks for side in ("rows", "columns", "rises")}
+    named = [d for d in labels if d in given]
     return max(named or labels, key=lambda d: extent(dims[d]))
 
 

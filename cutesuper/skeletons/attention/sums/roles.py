@@ -231,10 +231,7 @@ class SumsRoles:
         if len(op.inputs) < 2:
             return None
         view = self._view(op.inputs[1])
-        own = (
-            {self.rows, self.loop} - {op.attributes["columns"]} if "lower" in op.attributes else {}
-        )
-        if not set(view.labels) <= {*self._batch(), *own}:
+        if not set(view.labels) <= {*self._batch(), op.attributes.get("rises")}:
             raise self._refuse(f"{op.facets.counts} along {', '.join(view.labels)}")
         return view
 

@@ -88,7 +88,8 @@ def _found_hidden(block_mask: Any, shape: tuple[int, ...], like: torch.Tensor) -
     whole = bool((mask | ~before).all()) if causal else bool(mask.all())
     if whole:
         return Hidden(causal, None)
-    if (limits := _ranges(mask)) is None:
+    # heads are the rows of a single query's gradients, and limits rise along queries only
+    if (heads > 1 and shape[2] == 1) or (limits := _ranges(mask)) is None:
         return Hidden(causal, mask.to(like.dtype))
     if causal and bool((limits["ends"] == before.sum(-1, keepdim=True)).all()):
         del limits["ends"]
