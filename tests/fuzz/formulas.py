@@ -9,6 +9,7 @@ what PyTorch computes in float32 inside of one operator must not overflow.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -343,13 +344,20 @@ def _take_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.d
 
 @formula("put_rows")
 def _put_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Of equal places any row may be stored, and elements of several where these are stored at the
+    same time: nothing is known there."""
+    dim, count = a["dim"], m.value(args[0]).shape[a["dim"]]
+    named = [(i, p % count) for i, p in enumerate(args[1].tolist()) if -count <= p < count]
+
     def put(base: Tensor, rows: Tensor) -> Tensor:
         made = base.clone()
-        for place, row in zip(args[1].tolist(), rows.unbind(a["dim"]), strict=True):
-            made.select(a["dim"], place).copy_(row)
+        for i, place in named:
+            made.select(dim, place).copy_(rows.select(dim, i))
         return made
 
-    return m.move(put, args[0], args[2])
+    found, times = m.move(put, args[0], args[2]), Counter(place for _, place in named)
+    several = torch.tensor([times[place] > 1 for place in range(count)])
+    return m.unknown(found, several.unflatten(0, (-1, *[1] * (m.value(found).dim() - dim - 1))))
 
 
 @formula("gather_pages")
