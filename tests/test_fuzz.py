@@ -267,6 +267,24 @@ def test_a_row_of_minus_infinity_that_no_mask_hides_has_no_softmax() -> None:
     assert want.ball.v.isnan().all()
 
 
+ELEMENTWISE = sorted(n for n, op in TABLE.items() if op.elementwise and op.arity in (1, 2)
+                     and not op.integers)  # fmt: skip
+WITH: dict[str, dict[str, Any]] = {
+    "clamp": {"min": -1.0, "max": 3.0}, "hardtanh": {"min": -1.0, "max": 3.0},
+    "power": {"exponent": 2.0}, "convert": {"dtype": "float16"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_judge_has_the_slopes_where_pieces_meet(name: str) -> None:
+    """And of two operands where they are equal: multiples of 1/2 often are."""
+    sources = tuple(Source((16, 32), "float32", "coarse", 1) for _ in range(TABLE[name].arity))
+    step = Step(name, tuple(range(len(sources))), WITH.get(name, {}))
+    case = Case(sources, (step,), ((len(sources), None),), wrt=tuple(range(len(sources))))
+    outcome = check_case(case, replace(CALM, keep=0))
+    assert not outcome.finding, outcome.detail
+
+
 def put(index: list[int]) -> tuple[list[torch.Tensor], judge.Expected]:
     """Rows of sevens put into a table of 4 rows: the inputs, and what is expected."""
     rows, at = Source(("M", 3), "float32"), Source(("M",), "int64", "places", limit=4)

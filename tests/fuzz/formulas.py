@@ -64,7 +64,7 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "div": torch.div,
     "at_least": lambda x, y: (x >= y).double(),
     "maximum": torch.maximum,
-    "raised": torch.maximum,
+    "raised": lambda x, y: x.clamp(min=y),
     "xlogy": torch.xlogy,
     "hypot": torch.hypot,
     "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
@@ -163,8 +163,11 @@ def _power(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype
 
 @formula("hardswish")
 def _hardswish(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """With the slopes of the outer pieces where pieces meet, 0 at -3 and 1 at 3: all loops of
+    PyTorch have them, on a CPU and on a GPU, where releases up to 2.6 had those of the middle one.
+    The slope of a clamp is 1 at its ends, that of relu6 is 0."""
     above = m.function(lambda x: x + 3, args[0])
-    return m.function(lambda x, t: x * t.clamp(0, 6) / 6, args[0], above)
+    return m.function(lambda x, t: x * torch.nn.functional.relu6(t) / 6, args[0], above)
 
 
 @formula("sinc")
