@@ -267,6 +267,61 @@ def test_a_row_of_minus_infinity_that_no_mask_hides_has_no_softmax() -> None:
     assert want.ball.v.isnan().all()
 
 
+ELEMENTWISE = sorted(n for n, op in TABLE.items() if op.elementwise and op.arity in (1, 2)
+                     and not op.integers)  # fmt: skip
+WITH: dict[str, dict[str, Any]] = {
+    "clamp": {"min": -1.0, "max": 3.0}, "hardtanh": {"min": -1.0, "max": 3.0},
+    "power": {"exponent": 2.0}, "convert": {"dtype": "float16"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_judge_has_the_slopes_where_pieces_meet(name: str) -> None:
+    """And of two operands where they are equal: multiples of 1/2 often are."""
+    sources = tuple(Source((16, 32), "float32", "coarse", 1) for _ in range(TABLE[name].arity))
+    step = Step(name, tuple(range(len(sources))), WITH.get(name, {}))
+    case = Case(sources, (step,), ((len(sources), None),), wrt=tuple(range(len(sources))))
+    outcome = check_case(case, replace(CALM, keep=0))
+    assert not outcome.finding, outcome.detail
+
+
+def put(index: list[int]) -> tuple[list[torch.Tensor], judge.Expected]:
+    """Rows of sevens put into a table of 4 rows: the inputs, and what is expected."""
+    rows, at = Source(("M", 3), "float32"), Source(("M",), "int64", "places", limit=4)
+    steps = (Step("put_rows", (2, 1, 0), {"dim": 0}),)
+    case = Case((rows, at, Source((4, 3), "float32")), steps, ((3, None),), rows=(1, len(index)))
+    inputs = [torch.full((len(index), 3), 7.0), torch.tensor(index), torch.randn(4, 3)]
+    return inputs, judge.expected(case.graph(), inputs)[0]
+
+
+def test_rows_are_put_at_places_that_exist() -> None:
+    inputs, want = put([-1, 4, 1, -5])
+    right = inputs[2].clone()
+    right[[3, 1]] = 7.0
+    assert judge.judge(right, want).kind == "right"
+    for place in range(4):
+        wrong = right.clone()
+        wrong[place] += 1.0
+        assert judge.judge(wrong, want).kind == "wrong"
+
+
+def test_of_equal_places_any_row_may_be_stored() -> None:
+    """PyTorch stores elements of several rows in one: threads write there at the same time."""
+    inputs, want = put([2, 0, -2])
+    assert want.ball.e.isinf().all(1).tolist() == [False, False, True, False]
+    assert judge.judge(torch.cat([torch.full((1, 3), 7.0), inputs[2][1:]]), want).kind == "right"
+    assert judge.judge(inputs[2], want).kind == "wrong"
+
+
+@pytest.mark.parametrize(("limit", "count"), [(30, 20), (1, 13), (40, 40)])
+def test_no_place_is_drawn_twice(limit: int, count: int) -> None:
+    """So it is known which row is stored; some places do not exist, and some count from the end."""
+    at = elements(Source((count,), "int32", "places", limit=limit), count, 5)
+    known = at[(at >= -limit) & (at < limit)] % limit
+    assert len(known.unique()) == len(known) < count
+    assert (known >= 0).any() and (at < 0).any() and (at >= 0).any()
+
+
 def test_what_overflows_says_nothing_about_other_elements() -> None:
     v = torch.tensor([1.0, 7e4]).double()
     bound = judge.spread(v, [torch.tensor([1.001, torch.inf]).double()], torch.float16)

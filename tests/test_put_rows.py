@@ -94,6 +94,11 @@ ERRORS: dict[str, tuple[Callable[..., Any], type[CutesuperError], str]] = {
         lambda g, c, i, x: g.put_rows(x, g.new_input((8,), "int32"), c), ShapeError,
         "8 rows, and 3 places",
     ),
+    "any number of rows for one place": (
+        lambda g, c, i, x: g.put_rows(
+            g.new_input((1, 4)), g.new_input((cs.symbol("M"),), "int32"), x),
+        ShapeError, "the one place along dim=0 takes one row; use 1 in place of M",
+    ),
     "no such dimension": (
         lambda g, c, i, x: g.put_rows(c, i, x, dim=2), ShapeError,
         "dim=2, and the tensor has 2 dimensions",

@@ -34,6 +34,46 @@ def test_traced_is_eager(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) 
     check(traced(monkeypatch, fn, inputs), fn, inputs)
 
 
+LOSSES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.kl_div,
+          F.poisson_nll_loss, F.binary_cross_entropy_with_logits,
+          F.hinge_embedding_loss)  # fmt: skip
+TYPES = ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32),
+         (torch.float32, torch.float16))  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("types", TYPES, ids=str)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_two_element_types(
+    monkeypatch: pytest.MonkeyPatch, loss: Any, types: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """PyTorch's type, for all reductions; none where PyTorch traces another one than it computes,
+    which is that of the first operand."""
+    inputs = tuple(torch.rand(6, 8).to(t) for t in types)
+
+    def losses(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(loss(x, y, reduction=r) for r in ("none", "mean", "sum"))
+
+    if loss in (F.huber_loss, F.soft_margin_loss) and types[0] != torch.float32:
+        assert losses(*inputs)[0].dtype == types[0]
+        text = rf"{loss.__name__}.default, at .*: two element types.* Convert the second"
+        with pytest.raises(TraceError, match=text):
+            traced(monkeypatch, losses, inputs)
+        return
+    check(traced(monkeypatch, losses, inputs), losses, inputs)
+
+
+def test_a_loss_of_two_element_types_is_seen_where_no_gradient_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @torch.no_grad()
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.huber_loss(x, y)
+
+    with pytest.raises(TraceError, match="two element types"):
+        traced(monkeypatch, lambda x, y: loss(x, y) + x.sum(), (X.half(), X))
+
+
 @pytest.mark.parametrize(("fn", "inputs"), [c[1:] for c in MODELS], ids=[c[0] for c in MODELS])
 def test_models_are_traced_whole(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) -> None:
     check(traced(monkeypatch, fn, inputs), fn, inputs)

@@ -108,6 +108,10 @@ class Numbers:
         """x where something holds that has no error."""
         return torch.where(keep, x, other)
 
+    def unknown(self, x: Tensor, where: Tensor) -> Tensor:
+        """x, of which nothing is said there."""
+        return x
+
     def move(self, f: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """Apply an operator that only moves elements."""
         return f(*args)
@@ -273,6 +277,10 @@ class Balls:
     def where(self, keep: Tensor, x: Ball, other: float) -> Ball:
         """x where something holds that has no error."""
         return Ball(torch.where(keep, x.v, other), torch.where(keep, x.e, 0.0))
+
+    def unknown(self, x: Ball, where: Tensor) -> Ball:
+        """x, of which nothing is said there."""
+        return Ball(x.v, torch.where(where, torch.inf, x.e))
 
     def move(self, f: Callable[..., Tensor], *args: Ball) -> Ball:
         """Apply an operator that only moves elements."""

@@ -22,7 +22,8 @@ def elements(source: Source, rows: int, seed: int) -> Tensor:
             either sign), ``coarse`` (multiples of 1/4: many are equal), ``lengths``, ``limits``
             (some of no column), ``rising`` (limits of rows, none below that of the row before),
             ``labels`` (a few are none), ``table`` (pages, each once where there are enough),
-            ``rows`` (half of them counted from the end).
+            ``rows`` (half of them counted from the end), ``places`` (the same, each once; a few
+            are none, and those that there are too many of).
         rows: what the symbolic extent is.
         seed: of the elements.
     """
@@ -58,6 +59,8 @@ def _integers(source: Source, shape: tuple[int, ...], generator: torch.Generator
             ]
         )
         return pages[:count].reshape(shape)
+    if source.kind == "places":
+        return _places(source.limit, shape, generator)
     if source.kind == "rows":
         return torch.randint(-source.limit, source.limit, shape, generator=generator)
     if source.kind in ("limits", "rising"):
@@ -70,3 +73,15 @@ def _integers(source: Source, shape: tuple[int, ...], generator: torch.Generator
         rare = torch.rand(shape, generator=generator) < 0.05
         return torch.where(rare, torch.where(x < 0, -100, inside), inside)
     return x
+
+
+def _places(limit: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Places of rows. None occurs twice: which of two rows would be stored there is not said."""
+    count = math.prod(shape)
+    beyond = limit + torch.arange(count)  # no places, on either side
+    places = torch.cat([torch.randperm(limit, generator=generator), beyond])[:count]
+    chance = torch.rand((2, count), generator=generator)
+    places = torch.where(chance[0] < 0.05, beyond, places)
+    from_end = torch.where(places < limit, places - limit, -1 - places)
+    places = torch.where(chance[1] < 0.5, from_end, places)
+    return places[torch.randperm(count, generator=generator)].reshape(shape)

@@ -530,7 +530,7 @@ def _put_rows(d: Draw, op: Operator) -> None:
     dim = rng.randrange(len(rows))
     places = (d.hint if isinstance(rows[dim], Symbol) else rows[dim]) + rng.randint(0, 9)
     base = d.source((*rows[:dim], places, *rows[dim + 1 :]), dtype=dtype)
-    index = d.source((rows[dim],), "table", rng.choice(("int64", "int32")), places)
+    index = d.source((rows[dim],), "places", rng.choice(("int64", "int32")), places)
     d.step("put_rows", base, index, i, dim=dim)
 
 

@@ -9,6 +9,7 @@ what PyTorch computes in float32 inside of one operator must not overflow.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -63,7 +64,7 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "div": torch.div,
     "at_least": lambda x, y: (x >= y).double(),
     "maximum": torch.maximum,
-    "raised": torch.maximum,
+    "raised": lambda x, y: x.clamp(min=y),
     "xlogy": torch.xlogy,
     "hypot": torch.hypot,
     "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
@@ -162,8 +163,11 @@ def _power(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype
 
 @formula("hardswish")
 def _hardswish(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """With the slopes of the outer pieces where pieces meet, 0 at -3 and 1 at 3: all loops of
+    PyTorch have them, on a CPU and on a GPU, where releases up to 2.6 had those of the middle one.
+    The slope of a clamp is 1 at its ends, that of relu6 is 0."""
     above = m.function(lambda x: x + 3, args[0])
-    return m.function(lambda x, t: x * t.clamp(0, 6) / 6, args[0], above)
+    return m.function(lambda x, t: x * torch.nn.functional.relu6(t) / 6, args[0], above)
 
 
 @formula("sinc")
@@ -343,13 +347,20 @@ def _take_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.d
 
 @formula("put_rows")
 def _put_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Of equal places any row may be stored, and elements of several where these are stored at the
+    same time: nothing is known there."""
+    dim, count = a["dim"], m.value(args[0]).shape[a["dim"]]
+    named = [(i, p % count) for i, p in enumerate(args[1].tolist()) if -count <= p < count]
+
     def put(base: Tensor, rows: Tensor) -> Tensor:
         made = base.clone()
-        for place, row in zip(args[1].tolist(), rows.unbind(a["dim"]), strict=True):
-            made.select(a["dim"], place).copy_(row)
+        for i, place in named:
+            made.select(dim, place).copy_(rows.select(dim, i))
         return made
 
-    return m.move(put, args[0], args[2])
+    found, times = m.move(put, args[0], args[2]), Counter(place for _, place in named)
+    several = torch.tensor([times[place] > 1 for place in range(count)])
+    return m.unknown(found, several.unflatten(0, (-1, *[1] * (m.value(found).dim() - dim - 1))))
 
 
 @formula("gather_pages")

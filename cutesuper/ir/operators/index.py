@@ -327,6 +327,10 @@ class PutRows(Operator):
             )
         if len(index) != 1:
             raise ShapeError(f"{call}: an index has one dimension, a place for each row")
+        if isinstance(index[0], Symbol) and base[dim] == 1:
+            raise ShapeError(
+                f"{call}: the one place along dim={dim} takes one row; use 1 in place of {index[0]}"
+            )
         if not isinstance(index[0], Symbol) and index[0] > extent(base[dim]):
             raise ShapeError(f"{call}: {index[0]} rows, and {base[dim]} places along dim={dim}")
         if rows != (want := (*base[:dim], index[0], *base[dim + 1 :])):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 _aten = torch.ops.aten
 #: of the reduction that PyTorch's operators are given
@@ -38,3 +38,21 @@ LOSSES: dict[Any, Callable[..., Any]] = {
     _aten.huber_loss.default: _huber,
     _aten.smooth_l1_loss.default: _smooth_l1,
 }
+
+#: PyTorch gives these the element type of their first operand, other losses the common one
+_OF_FIRST = {_aten.huber_loss.default, _aten.soft_margin_loss.default}
+
+
+def of_two_types(program: fx.GraphModule) -> fx.Node | None:
+    """The first loss whose element type is one where PyTorch runs it, and another in a trace.
+
+    PyTorch traces all losses with the common type of their operands, and what comes after one may
+    depend on that: a function may ask for the type.
+    """
+    graphs = (m.graph for m in program.modules() if isinstance(m, fx.GraphModule))
+    return next((n for g in graphs for n in g.nodes if n.target in _OF_FIRST and _mixed(n)), None)
+
+
+def _mixed(loss: fx.Node) -> bool:
+    first, target = (n.meta["val"].dtype for n in loss.args[:2] if isinstance(n, fx.Node))
+    return torch.promote_types(first, target) != first

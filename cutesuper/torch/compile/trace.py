@@ -51,7 +51,7 @@ from cutesuper.torch.compile.internals import (
     needs_data,
     without_prints,
 )
-from cutesuper.torch.compile.losses import LOSSES
+from cutesuper.torch.compile.losses import LOSSES, of_two_types
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
 from cutesuper.torch.compile.refusals import REMEDY, refusal, without_kernel
@@ -339,6 +339,7 @@ def _exported(
             program = torch.export.export(
                 module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
+        _check_types(name, program)
         undifferentiable = _undifferentiable(program, own)
         nodes = list(program.graph.nodes)
         with _quiet():
@@ -347,6 +348,8 @@ def _exported(
             elif any(map(_is_nested, nodes)):
                 # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
                 program = program.run_decompositions({})
+    except TraceError:
+        raise
     except Exception as error:
         raise TraceError(
             f"superoptimize({name}): torch.export cannot trace it: {_why(error)}"
@@ -354,6 +357,15 @@ def _exported(
     options = {"check_guards": False} if _has_guards() else {}
     with _quiet():
         return program.module(**options), undifferentiable
+
+
+def _check_types(name: str, program: torch.export.ExportedProgram) -> None:
+    """Raise TraceError for a value whose element type a trace does not tell."""
+    node = of_two_types(program.graph_module)
+    if node is not None:
+        remedy = "Convert the second operand to the type of the first"
+        reason = "two element types; PyTorch traces it with another one than it computes"
+        raise refusal(TraceError, name, node, reason, remedy)
 
 
 #: the beginnings of what Python says of arguments that a function does not have, or lacks
