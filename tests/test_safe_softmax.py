@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+import cutesuper as cs
 from cutesuper.errors import GraphError
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.graph import KernelGraph
@@ -438,3 +439,17 @@ def test_a_product_that_is_not_accumulated_is_illegal() -> None:
     [store] = [i for i, op in enumerate(ops) if op.kind == "store"]
     with pytest.raises(GraphError, match=r"it is a partial result over K.loop"):
         compare(graph, change(mu, 0, store, inputs=(product,)))
+
+
+def test_exponents_less_a_maximum_stay_whole() -> None:
+    """exp(x + b - m) is exp(x) exp(b - m), in which both overflow; exponentials that the program
+    has itself may still be factors."""
+    g = cs.new_kernel_graph()
+    x, w, b = (g.new_input(s, "float16") for s in ((64, 64), (64, 64), (64,)))
+    y = g.add(g.matmul(x, w), b)
+    g.mark_output(g.logsumexp(y, 0))
+    found = cs.mugraphs(g, target="h200").candidates
+    assert found
+    for c in found:
+        report = compare(g, c.mugraph)
+        assert report, report.message

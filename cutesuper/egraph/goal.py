@@ -28,9 +28,16 @@ class Goal:
         table: the table of the normal forms.
         wanted: normal forms of the outputs.
         parts: symbols of all parts of every label that is reduced.
+        exponents: normal forms of what the program takes exponentials of.
     """
 
-    def __init__(self, table: Expressions, wanted: Iterable[int], parts: Parts) -> None:
+    def __init__(
+        self,
+        table: Expressions,
+        wanted: Iterable[int],
+        parts: Parts,
+        exponents: Iterable[int] = (),
+    ) -> None:
         self.table, self.parts = table, parts
         self._all_parts = tuple(parts.items())
         self.targets = _targets(table, wanted)
@@ -45,6 +52,7 @@ class Goal:
         self._quotients: dict[int, frozenset[tuple[int, int]]] = {}
         self._memo: dict[tuple[int, int], int | None] = {}
         self._monomial_quotients: dict[tuple[int, int], int | None] = {}
+        self._exponents = {z for x in exponents for z in self._later(x)}
         limits = {self.counts(t) for t in self.targets}
         self._target_terms = {t: dict(table.polynomials[t]) for t in self.targets}
         self._guards = sum(1 << (f + _FIELD - 1) for f in self._fields.values())
@@ -238,12 +246,19 @@ class Goal:
         )
 
     def _take_exp(self, powers: dict[int, int], atom: int) -> bool:
-        """exp(a + b) / exp(a) = exp(b); products of exps are one atom already."""
+        """exp(a + b) / exp(a) = exp(b); products of exps are one atom already.
+
+        Exponents less a maximum stay whole, but for those that the program has itself: in
+        exp(a + b - max(a + b)) = exp(a) exp(b - max(a + b)) both factors overflow.
+        """
         argument = self.table.atoms[atom].argument
         for other, e in list(powers.items()):
             if e != 1 or not self.table.is_exp(other):
                 continue
-            rest = self._without(self.table.atoms[other].argument, argument)
+            whole = self.table.atoms[other].argument
+            if argument not in self._exponents and self.table.folds(whole):
+                continue
+            rest = self._without(whole, argument)
             if rest is not None:
                 del powers[other]
                 if rest != ZERO:

@@ -64,7 +64,8 @@ class Space:
         values = self._seal(sealed)
         self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
         parts = {label: all_parts(label) for label in program.reduced}
-        self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
+        exponents = [values[op.inputs[0]] for op in program.ops if op.facets.exponential]
+        self.goal = Goal(self.table, (form for form, _ in self.goals), parts, exponents)
         #: operators with an integer operand: operator, attributes, and the load of the integers
         integers = [
             (op.kind, Items(op.attributes), op.inputs[k])
