@@ -184,6 +184,18 @@ def test_a_slice_of_rows_is_computed_from_its_rows() -> None:
     agree(g)
 
 
+@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize("columns", [16, 32])
+def test_pieces_that_products_read_as_well_are_searched(rows: int, columns: int) -> None:
+    """A stored piece is an output inside, whose type is that of the operator."""
+    g, [x, y, w] = inputs((16, 32), (16, 64 - columns), (rows, 16))
+    h = g.elu(x)
+    both = g.mark_output(g.concat([h if columns == 32 else g.slice(h, 1, 0, columns), y], 1))
+    g.mark_output((h if rows == 32 else both) @ w)
+    _, choice = choose(g, Options(cs.H200))
+    assert choice.verification
+
+
 def test_pieces_of_pieces() -> None:
     g, [a, b, c, d] = inputs((4, 3), (4, 5), (2, 3), (2, 5))
     grid = g.concat([g.concat([a, b], 1), g.concat([c, d], 1)], 0)

@@ -181,6 +181,31 @@ def test_the_stored_type_of_an_output_is_not_that_of_what_is_made_of_it() -> Non
     assert (s + x).dtype == float16
 
 
+@pytest.mark.parametrize("name", [n for n, o in TABLE.items() if o.composite and o.elementwise])
+def test_an_output_that_a_product_reads_has_one_type_in_a_copy(name: str) -> None:
+    """Inner values of element-wise operators are float32, and their results are not."""
+    g, tensors = inputs((4, 6), (4, 6), (6, 8))
+    required = {k: 1.5 for k, v in TABLE[name].attributes.items() if v is ...}
+    limits = {"min": -1.0} if "min" in required else {}
+    y = g.mark_output(g.apply(name, *tensors[: TABLE[name].arity], **required | limits))
+    g.mark_output((y * 2) @ tensors[2])
+    g.mark_output(y @ tensors[2])
+    e = g.expanded()
+    for graph in (e, e.apart([[0, 1, 2]])):
+        assert [graph.own_dtype(graph.tensor(i)) for i in graph.outputs] == [float16] * 3
+
+
+def test_an_output_that_is_stored_shorter_keeps_its_type_for_others() -> None:
+    g, [x] = inputs((4, 6))
+    w = g.new_input((6, 8), "float32")
+    y = g.mark_output(g.elu(g.convert(x, "float32")), "bfloat16")
+    g.mark_output(y @ w)
+    e = g.expanded()
+    for graph in (e, e.apart([[0, 1]])):
+        assert [graph.own_dtype(graph.tensor(i)) for i in graph.outputs] == [float32] * 2
+        assert [graph.nodes[i].dtype for i in graph.outputs] == [bfloat16, float32]
+
+
 def test_eager_evaluation_of_different_types_rounds_to_the_graphs() -> None:
     """x times a float32 statistic is float32 in PyTorch, and of x's type in a graph."""
     g, [x, w] = inputs((4, 6), (6, 8))

@@ -264,6 +264,36 @@ def test_attention_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         check(program, fn, (randn(batch, 5, 32),))
 
 
+@pytest.mark.parametrize("fn", [
+    lambda x, y: x + y, lambda x, y: torch.softmax(x @ x + y, -1) @ x,
+    lambda x, y: x + torch.full_like(y, -torch.inf).triu(1),
+], ids=["sum", "scores", "mask"])  # fmt: skip
+def test_an_extent_whose_example_equals_others(monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
+    """Equal numbers in an example are no equal extents."""
+    y = randn(16, 16)
+    shapes = ({0: torch.export.Dim("M")}, None)
+    program = traced(monkeypatch, fn, (randn(16, 16, 16), y), dynamic_shapes=shapes)
+    for rows in (16, 2, 33):
+        check(program, fn, (randn(rows, 16, 16), y))
+
+
+def test_decisions_by_the_example_of_an_extent_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program that runs for one number only is an error where it is traced."""
+    found = trace.regions_of
+
+    def deciding(module: Any, *args: Any) -> Any:
+        [x] = (n for n in module.graph.nodes if n.op == "placeholder")
+        assert x.meta["val"].shape[0] == 16
+        return found(module, *args)
+
+    monkeypatch.setattr(trace, "regions_of", deciding)
+    shapes = ({0: torch.export.Dim("M")},)
+    with pytest.raises(TraceError, match=r"hold for Eq\(x.shape\[0\], 16\) only, and dynamic_sh"):
+        traced(monkeypatch, lambda x: x.exp(), (randn(16, 8),), dynamic_shapes=shapes)
+
+
 # ------------------------------------------------------------------------------------------- errors
 
 

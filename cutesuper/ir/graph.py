@@ -298,6 +298,8 @@ class KernelGraph(NamedOperators):
     def _primitive(self) -> KernelGraph:
         """The same program in primitive operators, without nodes that no output needs."""
         needed = self.needed(self.outputs)
+        used = self._with_parts(j for n in self.nodes if not n.facets.cuts for j in n.inputs)
+        used &= self._with_parts(self.outputs)
         g = KernelGraph()
         new: dict[int, Tensor] = {}
         for i, n in enumerate(self.nodes):
@@ -321,9 +323,20 @@ class KernelGraph(NamedOperators):
                 elif op.composite and op.elementwise and new[i].index >= first:
                     # 1 + tanh(u) of GELU cancels: a 16-bit tanh(u) was 14% off at x = -2.9
                     g._widen(first)
-                    g.nodes[new[i].index] = replace(new[i].node, dtype=n.dtype)
+                    if i in used:  # by others than the caller: its type follows from operands
+                        new[i] = g.convert(new[i], self.own_dtype(self.tensor(i)))
+                    else:
+                        g.nodes[new[i].index] = replace(new[i].node, dtype=n.dtype)
         g.outputs = [new[i].index for i in self.outputs]
         return g._with_types_of(self)
+
+    def _with_parts(self, values: Iterable[int]) -> set[int]:
+        """These values, and those that they are put together from or cut out of."""
+        found = set(values)
+        for i in reversed(range(len(self.nodes))):
+            if i in found and self.nodes[i].facets.cuts:
+                found.update(self.nodes[i].inputs)
+        return found
 
     def apart(self, groups: Sequence[Sequence[int]]) -> KernelGraph:
         """The same program, where groups of outputs share nothing but inputs.

@@ -24,7 +24,7 @@ from cutesuper.ir.operators.base import INPUT
 from cutesuper.torch.compile.factored_dims import (
     Dims,
     divides,
-    equal,
+    equal_shapes,
     extent_of,
     leaves,
     regroup,
@@ -266,7 +266,7 @@ def _sums_of(node: fx.Node, sums: Any, q: Value) -> Value | None:
     None for others: one of PyTorch's operators pads them to a multiple of 32."""
     rows = fake(arguments_of(node)["query"]).shape[:-1]
     for dims, shape in ((q.dims[:-1], rows), ((*q.dims[:-1], ()), (*rows, 1))):
-        if len(shape) == sums.dim() and all(map(equal, sums.shape, shape)):
+        if equal_shapes(sums.shape, shape):
             return Value(dims)
     return None
 

@@ -67,6 +67,11 @@ def equal(a: Extent, b: Extent) -> bool:
     return bool(statically_known_true(a == b))
 
 
+def equal_shapes(a: Sequence[Extent], b: Sequence[Extent]) -> bool:
+    """True if two shapes are known to be equal, without a guard on them."""
+    return len(a) == len(b) and all(map(equal, a, b))
+
+
 def divides(a: Extent, b: Extent) -> bool:
     """True if ``b`` is known to be a multiple of ``a``, without a guard on them."""
     if isinstance(a, int) and isinstance(b, int):

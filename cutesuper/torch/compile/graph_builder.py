@@ -591,7 +591,8 @@ class Builder:
         found = [1]
         for slot in reversed(slots):
             own = [places[p] for p in slot or ()]
-            within = (places[p] == places[q] * extent_of((q,)) for p, q in pairwise(slot or ()))
+            pairs = pairwise(slot or ())
+            within = (equal(places[p], places[q] * extent_of((q,))) for p, q in pairs)
             stride = own[-1]
             if not all(within) or not isinstance(stride, int) or stride < 1 or stride % found[-1]:
                 return None

@@ -21,6 +21,7 @@
   arguments and parameters, for reports only.
 * ``SymInt.node.hint``: the size of a symbolic extent in the call that is compiled for; the
   documented ways to read it would add guards.
+* ``SymInt.node.shape_env.guards``: the conditions on symbolic extents that a trace depends on.
 """
 
 from __future__ import annotations
@@ -283,6 +284,14 @@ def check_extents(
 
     given = list(zip(paths, leaves, strict=True))
     _check_input_constraints_for_graph(list(nodes), given, ranges)
+
+
+def guards_of(graph: fx.Graph) -> list[str]:
+    """The conditions on symbolic extents that decisions about a traced graph were based on."""
+    values = (n.meta.get("val") for n in graph.nodes if n.op == "placeholder")
+    extents = (e for v in values if isinstance(v, torch.Tensor) for e in v.shape)
+    symbolic = next((e for e in extents if isinstance(e, torch.SymInt)), None)
+    return [] if symbolic is None else [str(g.expr) for g in symbolic.node.shape_env.guards]
 
 
 def hint_of(value: Any) -> int | None:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
-from cutesuper.torch.compile.factored_dims import equal
+from cutesuper.torch.compile.factored_dims import equal, equal_shapes
 from cutesuper.torch.compile.graph_builder import FLOATS, fake
 from cutesuper.torch.compile.positions import Condition, Given, Integers, Limit, as_kind, marks_of
 from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of, products
@@ -112,7 +112,7 @@ def added_mask(node: fx.Node, a: Arguments) -> fx.Node | None:
         return None
     for scores, mask in ((x, y), (y, x)):
         t = scores.meta.get("val")
-        whole = isinstance(t, torch.Tensor) and t.shape == result.shape
+        whole = isinstance(t, torch.Tensor) and equal_shapes(t.shape, result.shape)
         found = marks_of(mask) if whole else None
         if isinstance(found, Condition) and found.kind in _FILLED and not found.given:
             return mask if _between_products(scores, node) else None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.torch.compile.factored_dims import equal
+from cutesuper.torch.compile.factored_dims import equal, equal_shapes
 from cutesuper.torch.compile.graph_builder import FLOATS, fake
 from cutesuper.torch.compile.pointwise import Where
 from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of
@@ -156,8 +156,7 @@ def _aligned(node: fx.Node, a: Arguments) -> fx.Node | None:
         return None
     inner, pads = arguments_of(source)["self"], arguments_of(source)["pad"]
     before, after = fake(inner).shape, fake(node).shape
-    same = len(before) == len(after) and all(map(equal, before, after))
-    return inner if same and not any(pads[::2]) else None
+    return inner if equal_shapes(before, after) and not any(pads[::2]) else None
 
 
 def _given(node: fx.Node) -> Marks | None:
@@ -305,7 +304,7 @@ def _viewed(node: fx.Node, operand: Any, entry: Any) -> Marks | None:
         return None  # integers as they are: the view is the node itself
     if isinstance(entry, Expand):
         return replace(x, axes=_padded(x.axes, after.dim()))
-    if isinstance(x, Condition) and x.given and before.shape != after.shape:
+    if isinstance(x, Condition) and x.given and not equal_shapes(before.shape, after.shape):
         return None  # they have dimensions of their own, which other views would change
     if isinstance(entry, Same):
         kept = _COUNTS if isinstance(x, Integers) else FLOATS if x.kind == "added" else ()

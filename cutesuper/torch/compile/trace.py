@@ -48,6 +48,7 @@ from cutesuper.torch.compile.internals import (
     autograd_functions,
     decides_by_data,
     decompositions,
+    guards_of,
     needs_data,
     without_prints,
 )
@@ -170,17 +171,20 @@ class _Tracer:
         """A trace, for calls that record gradients or not. Raises like `superoptimize_callable`."""
         observer = Observer(fn, watch.names)
         module, stops = self._program(fn, watch, args, kwargs, observer)
-        regions, refused = regions_of(module, self.name, self.rest, recorded)
-        if watch.seeds:
-            _refuse_draws(module.graph, computed(regions), self.name)
-        found = [pair for r in regions for pair in self._with_kernels(r, refused)]
-        regions = tuple(region for region, _ in found)
-        outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
-        traced = [TracedRegion(r.place, kernel, tuple(names_read(r, _name))) for r, kernel in found]
-        for i, region in enumerate(traced):
-            module.add_submodule(f"region_{i}", _Call(region.kernel))
-        rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
-        settle_changes(module.graph)
+        with _for_all_extents(module.graph, self.name):
+            regions, refused = regions_of(module, self.name, self.rest, recorded)
+            if watch.seeds:
+                _refuse_draws(module.graph, computed(regions), self.name)
+            found = [pair for r in regions for pair in self._with_kernels(r, refused)]
+            regions = tuple(region for region, _ in found)
+            outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
+            traced = [
+                TracedRegion(r.place, kernel, tuple(names_read(r, _name))) for r, kernel in found
+            ]
+            for i, region in enumerate(traced):
+                module.add_submodule(f"region_{i}", _Call(region.kernel))
+            rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
+            settle_changes(module.graph)
         arguments = tuple(n for n in module.graph.nodes if n.op == "placeholder")
         places = _lift(module, watch)
         for place in observer.replaced.keys() & set(places):
@@ -342,7 +346,7 @@ def _exported(
         _check_types(name, program)
         undifferentiable = _undifferentiable(program, own)
         nodes = list(program.graph.nodes)
-        with _quiet():
+        with _quiet(), _for_all_extents(program.graph, name):
             if any(_is_unknown(n) or is_complex(n) for n in nodes):
                 program = program.run_decompositions(_decompositions())
             elif any(map(_is_nested, nodes)):
@@ -366,6 +370,32 @@ def _check_types(name: str, program: torch.export.ExportedProgram) -> None:
         remedy = "Convert the second operand to the type of the first"
         reason = "two element types; PyTorch traces it with another one than it computes"
         raise refusal(TraceError, name, node, reason, remedy)
+
+
+@contextmanager
+def _for_all_extents(graph: fx.Graph, name: str) -> Iterator[None]:
+    """Refuse decisions that hold for some numbers in place of a symbolic extent only.
+    ``torch.export`` refuses those of the function; later ones would fix an extent at its example,
+    and a call with another one would fail.
+
+    Args:
+        graph: traced.
+        name: of the function, for messages.
+    """
+    known = len(guards_of(graph))
+    symbols = {
+        str(e): f"{n.name}.shape[{d}]"
+        for n in graph.nodes if n.op == "placeholder"
+        for d, e in enumerate(getattr(n.meta.get("val"), "shape", ()))
+        if isinstance(e, torch.SymInt)
+    }  # fmt: skip
+    yield
+    if added := guards_of(graph)[known:]:
+        text = re.sub(r"\w+", lambda m: symbols.get(m[0], m[0]), " and ".join(added))
+        raise TraceError(
+            f"superoptimize({name}): its kernels would hold for {text} only, and dynamic_shapes= "
+            "lets extents differ; trace it with other examples of them, or leave them out"
+        )
 
 
 #: the beginnings of what Python says of arguments that a function does not have, or lacks
