@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 import cutesuper as cs
+from cutesuper import pipeline
 from cutesuper.errors import (
     CutesuperError,
     DTypeError,
@@ -28,6 +29,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.serial import dumps, loads
 from cutesuper.report import plan_text
+from cutesuper.runtime.kernel import bucket_of, bucketed
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.base import Indexed
 from cutesuper.skeletons.planner import make_plan
@@ -186,6 +188,18 @@ def test_programs_are_verified_and_wrong_ones_are_not() -> None:
 
 
 # ----------------------------------------------------------------------------------------- search
+
+
+@pytest.mark.parametrize(("places", "rows"), [(2, 1), (100, 100), (100, 300), (300, 100)])
+def test_kernels_for_many_rows_are_looked_for_with_as_many_as_there_are_places(
+    places: int, rows: int
+) -> None:
+    """Those of 100 rows are for up to 128, which 100 places are too few for."""
+    g = put(lambda g, x: g.silu(x), (places, 64), cs.symbol("M", rows))
+    hinted = g.with_hints(bucketed(g))
+    hint = extent(hinted.nodes[hinted.inputs[1]].shape[0])
+    assert hint == min(places, bucket_of(rows))
+    assert pipeline.choose(hinted, pipeline.Options(H200, tuned=False))[1].verification
 
 
 def test_a_norm_stores_the_rows_itself(golden: Any) -> None:

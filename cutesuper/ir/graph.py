@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
 from cutesuper.ir.arguments import check_options, shown
-from cutesuper.ir.dims import Dim, Shape, Symbol, show_shape
+from cutesuper.ir.dims import Dim, Shape, Symbol, extent, show_shape
 from cutesuper.ir.dtypes import ALL, DType, as_dtype, float16, float32
 from cutesuper.ir.operators.base import CONSTANT, INPUT, Attributes, Operator, facets, lookup
 from cutesuper.ir.operators.builders import NamedOperators
@@ -369,7 +369,10 @@ class KernelGraph(NamedOperators):
         return t
 
     def with_hints(self, hints: dict[str, int]) -> KernelGraph:
-        """The same program with other hints for its symbolic extents."""
+        """The same program with other hints for its symbolic extents.
+        Of rows that are put there are never more than places, or they would have to share some."""
+        for rows, places in self._places():
+            hints = {**hints, rows.name: min(hints.get(rows.name, rows.hint), places)}
         g = KernelGraph(outputs=list(self.outputs))
         for n in self.nodes:
             shape = tuple(
@@ -385,6 +388,13 @@ class KernelGraph(NamedOperators):
         return kernel_graph_text(self)
 
     # ------------------------------------------------------------------------------- helpers
+
+    def _places(self) -> Iterator[tuple[Symbol, int]]:
+        """Symbolic numbers of rows that are put into tensors, and how many places there are."""
+        for n in self.nodes:
+            rows = self.nodes[n.inputs[1]].shape[0] if n.facets.puts else 0
+            if isinstance(rows, Symbol):
+                yield rows, extent(n.shape[n.attributes["dim"]])
 
     def _append(self, node: Node) -> Tensor:
         self.nodes.append(node)
