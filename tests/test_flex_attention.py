@@ -107,9 +107,7 @@ def test_examples(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.ptx) if n == "heads" else n for n in EXAMPLES]
-)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_kernels(name: str) -> None:
     judge(name, torch.bfloat16, "cuda")
 
