@@ -267,17 +267,15 @@ def _separate(region: Region) -> _Unification | None:
     if not alone.consistent:
         return None
     apart = alone.apart()
+    # only all operators together say which rows of products are single ones
+    asks_all = alone.repeats_beside_rows
     for n, u in enumerate(uses):
         for other in dict.fromkeys(groups[v] for v in uses[:n] if value[v] == value[u]):
             dims = range(len(region.inputs[value[u]]))
             joined = apart.joined([((groups[u], d), (other, d)) for d in dims])
             if joined is None:
                 continue
-            # only all operators together say which rows of products are single ones
-            if (
-                alone.repeats_beside_rows
-                and not _Unification(region, {**groups, u: other}).consistent
-            ):
+            if asks_all and not _Unification(region, {**groups, u: other}).consistent:
                 continue
             apart, groups[u] = joined, other
             break

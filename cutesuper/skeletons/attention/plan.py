@@ -83,7 +83,7 @@ class Mask:
             extents that are symbolic.
         added, taken: labels whose symbolic extents count as well: of the keys, of the rows.
         lower: whether the row sees the keys from the limit on.
-        rises: whether they are limits, not the lengths of sequences, behind which memory may hold
+        limits: whether they are limits, not the lengths of sequences, behind which memory may hold
             anything.
         rising: the label of the rows along which limits differ and do not fall, None if there is
             none.
@@ -95,13 +95,13 @@ class Mask:
     added: str | None = None
     taken: str | None = None
     lower: bool = False
-    rises: bool = False
+    limits: bool = False
     rising: str | None = None
 
     @property
     def written(self) -> bool:
         """True for lengths, which say how many keys were written."""
-        return self.lengths is not None and not self.rises
+        return self.lengths is not None and not self.limits
 
     def along(self, labels: Iterable[str]) -> list[str]:
         """The labels along which its lengths differ, of some."""

@@ -400,14 +400,14 @@ class AttentionRoles:
 def mask_of(program: BlockProgram, op: BlockOp, lengths: View | None) -> Mask:
     """The limit of visible columns that a masking operation sets, with the lengths it takes."""
     a = op.attributes
-    lower, rises = a.get("lower", False), "lower" in a
+    lower, limits = a.get("lower", False), "lower" in a
     if lengths is not None and not a["causal"]:
-        return Mask(lengths, None, 0, lower=lower, rises=rises, rising=a.get("rises"))
+        return Mask(lengths, None, 0, lower=lower, limits=limits, rising=a.get("rises"))
     if lengths is None and a["alignment"] == "top_left":
         return Mask(None, a["rows"], 1)
     added, columns = (None, 0) if lengths is not None else _end(program, a["columns"])
     taken, rows = _end(program, a["rows"])
-    return Mask(lengths, a["rows"], 1 + columns - rows, added, taken, lower, rises)
+    return Mask(lengths, a["rows"], 1 + columns - rows, added, taken, lower, limits)
 
 
 def _end(program: BlockProgram, label: str) -> tuple[str | None, int]:

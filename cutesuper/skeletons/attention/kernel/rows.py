@@ -62,7 +62,7 @@ def masked_length(
     for d in view.labels:
         offset += at[d] * extents.stride(view, d, tensors)
     found = element(tensors[view.argument].iterator, offset)
-    return cutlass.max(found, 0) if mask.rises else cutlass.min(found, columns)
+    return cutlass.max(found, 0) if mask.limits else cutlass.min(found, columns)
 
 
 def masked_offset(extents: Extents, mask: Mask, tensors: list[cute.Tensor]) -> Any:

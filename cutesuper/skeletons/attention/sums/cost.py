@@ -50,7 +50,7 @@ def loops(plan: SumsPlan) -> list[int]:
     for n in range(ceil_div(plan.extent(plan.rows), rows)):
         first, last = n * rows, min((n + 1) * rows, plan.extent(plan.rows)) - 1
         low, high = 0, plan.extent(plan.loop)
-        for sight in (s for s in plan.sights if not s.mask.rises):  # others are known at the call
+        for sight in (s for s in plan.sights if not s.mask.limits):  # others are known at the call
             low, high = max(low, _begin(plan, sight, first)), min(high, _end(plan, sight, last))
         found.append(max(0, ceil_div(high, tile) - low // tile))
     return sorted(found, reverse=True)
