@@ -126,6 +126,8 @@ JUMPS: dict[str, Callable[..., torch.Tensor]] = {
 #: a distance below this, relative to 1 and to the operand, is one of roundings; 0 is none: there
 #: both programs are on the same side, or differ in real numbers too
 NEAR = 1e-12
+#: exponentials of more are +inf in float64, those of less than its negative are 0
+EXPONENT = 700.0
 #: of float64
 EPSILON = torch.finfo(torch.float64).eps
 
@@ -244,12 +246,14 @@ class Draw:
 class Judge:
     """Holds mutants of a muGraph against it, at several draws and magnitudes in float64.
 
-    What is infinite or NaN counts with tame numbers only, where nothing overflows. What has no
-    value by the rules of docs/verification.md does not count: elements that are NaN in PyTorch,
-    draws in which something is +inf on the way, quotients by what is 0 for many inputs. Nor do
-    elements that a rounding makes jump: ``floor`` of the sum of a softmax, ``at_least(x, x y/y)``,
-    ``at_least(x, (x + c) - c)``. Differences of what the verifier accepts count if they are larger
-    than roundings of the largest number on the way: ``x / 1e-13 - (x / 1e-13 + y)``.
+    What is infinite or NaN counts with tame numbers only, where nothing overflows; exponentials of
+    what has become large do, whatever the verifier says of them: ``exp(1e6 x - y)`` over its sum is
+    a softmax with any y (docs/verification.md, "Maxima"). What has no value by the rules of
+    docs/verification.md does not count: elements that are NaN in PyTorch, draws in which something
+    is +inf on the way, quotients by what is 0 for many inputs. Nor do elements that a rounding
+    makes jump: ``floor`` of the sum of a softmax, ``at_least(x, x y/y)``, ``at_least(x, (x + c) -
+    c)``. Differences of what the verifier accepts count if they are larger than roundings of the
+    largest number on the way: ``x / 1e-13 - (x / 1e-13 + y)``.
     """
 
     def __init__(self, graph: KernelGraph, mu: MuGraph) -> None:
@@ -286,8 +290,9 @@ def _differs(draw: Draw, mutant: MuGraph, rounding: float) -> str | None:
     pairs = list(zip(draw.wanted, found, strict=True))
     if not any(_odd(want, have, draw.tame, rounding) for want, have in pairs):
         return None  # nor without some of the elements
+    tame = draw.tame and not _exponentials_overflow(mutant, draw.inputs)
     for k, ((want, have), out) in enumerate(zip(pairs, draw.left_out(mutant), strict=True)):
-        if odd := _odd(want, torch.where(out, want, have), draw.tame, rounding):
+        if odd := _odd(want, torch.where(out, want, have), tame, rounding):
             return f"output {k}, inputs of magnitude {draw.scale:g}: {odd}"
     return None
 
@@ -301,23 +306,37 @@ def _divides_by_jumps(mu: MuGraph) -> bool:
 
 def _has_infinite(mu: MuGraph, inputs: list[torch.Tensor]) -> bool:
     """True if a muGraph computes +inf of finite numbers."""
-    return any(bool((x == torch.inf).any()) for x in _on_the_way(mu, inputs))
+    return any(bool((x == torch.inf).any()) for _, _, x in _on_the_way(mu, inputs))
 
 
 def _largest(mu: MuGraph, inputs: list[torch.Tensor]) -> float:
     """The largest finite number that is written in a muGraph or computed on the way."""
-    finite = (torch.where(x.isfinite(), x.abs(), 0.0) for x in _on_the_way(mu, inputs))
-    return max(_largest_constant(mu), *(float(x.max()) for x in finite if x.numel()))
+    return max(_largest_constant(mu), *(_top(x) for _, _, x in _on_the_way(mu, inputs)))
 
 
-def _on_the_way(mu: MuGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The results of all element-wise operations."""
-    found: list[torch.Tensor] = []
+def _exponentials_overflow(mu: MuGraph, inputs: list[torch.Tensor]) -> bool:
+    """True if a muGraph takes exponentials that are 0 or +inf of finite numbers in float64."""
+    return any(
+        lookup(kind).exponential and _top(args[0].data) > EXPONENT
+        for kind, args, _ in _on_the_way(mu, inputs)
+    )
+
+
+def _top(x: torch.Tensor) -> float:
+    """The largest magnitude of the finite elements; 0 if there are none."""
+    return float(torch.where(x.isfinite(), x.abs(), 0.0).max()) if x.numel() else 0.0
+
+
+def _on_the_way(
+    mu: MuGraph, inputs: list[torch.Tensor]
+) -> list[tuple[str, list[TorchValue], torch.Tensor]]:
+    """All element-wise operations with their operands and results."""
+    found: list[tuple[str, list[TorchValue], torch.Tensor]] = []
     plain = TorchDomain.elementwise
 
-    def watched(self: TorchDomain, *args: Any) -> Any:
-        result = plain(self, *args)
-        found.append(result.data)
+    def watched(self: TorchDomain, kind: str, args: list[TorchValue], attributes: Any) -> Any:
+        result = plain(self, kind, args, attributes)
+        found.append((kind, args, result.data))
         return result
 
     with patch.object(TorchDomain, "elementwise", watched):

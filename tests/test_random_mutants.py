@@ -27,7 +27,8 @@ def test_no_mutant_is_accepted_that_numbers_tell_apart(seed: int) -> None:
 
 #: mutants of the long run that earlier rules accepted, by program and seed of the verifier
 FOUND = (180357832894, 44393170448, 1026388925498, 686802488767, 550197228075, 1062438370415,
-         1046633657905, 291952100060, 547371245984, 816160795731, 907823227577)  # fmt: skip
+         1046633657905, 291952100060, 547371245984, 816160795731, 907823227577, 521523992720,
+         325308932522, 483440323979)  # fmt: skip
 
 
 @pytest.mark.parametrize("program", FOUND)
@@ -114,3 +115,25 @@ def test_equal_seeds_give_equal_programs() -> None:
     inputs = _inputs(g, 0, 1.0)
     for x, y in zip(execute(mu, inputs), execute(again, inputs), strict=True):
         assert x.equal(y)
+
+
+def softmax(factor: float, shift: str) -> tuple[KernelGraph, MuGraph]:
+    """A softmax of ``factor x``, and a block program that subtracts its maximum or y."""
+    g = new_kernel_graph()
+    x, _ = g.new_input((8, 16), name="X"), g.new_input((8, 1), name="Y")
+    g.mark_output(g.softmax(g.mul(x, factor)))
+    b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    scaled = b.op("mul", b.load("X", "M", "N"), b.op("constant", value=factor))
+    top = b.op("max", scaled, over="N") if shift == "maximum" else b.load("Y", "M", None)
+    e = b.op("exp", b.op("sub", scaled, top))
+    b.store("Z", b.op("div", e, b.op("sum", e, over="N")), "M", "N")
+    return g, mugraph(g, b.step())
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+def test_exponentials_that_overflow_do_not_count(factor: float) -> None:
+    graph, mu = softmax(factor, "maximum")
+    judge, shifted = Judge(graph, mu), softmax(factor, "y")[1]
+    assert Verifier(graph, seed=0).check(shifted)  # equal in exact arithmetic
+    assert judge.distinguished(shifted, accepted=True) is None
+    assert judge.distinguished(softmax(-factor, "maximum")[1]) is not None
