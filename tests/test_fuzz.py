@@ -210,6 +210,8 @@ def test_a_periodic_function_is_looked_at_where_it_turns() -> None:
     """The cosine at both ends of a whole turn is what it is in the middle."""
     m, turn = Balls(), 2 * torch.pi
     assert float(m.function(torch.cos, ball(1.0, turn)).e) == pytest.approx(1 + 0.5403, rel=1e-3)
+    many = m.function(torch.cos, ball(4.485649195126981e19, 3.5e17))  # no turn is a float64 there
+    assert float(many.e) == pytest.approx(1 + float(many.v.abs()), abs=1e-6)
     assert float(m.function(torch.sin, ball(0.5, 0.1)).e) < 0.1
 
 
@@ -247,6 +249,11 @@ def test_functions_made_of_exponentials_may_overflow_where_these_do() -> None:
     for name in ("sinh", "cosh"):
         found = FORMULAS[name](Balls(), [ball([88.0, -89.0], 0.0)], {}, torch.float32)
         assert found.e.isinf().tolist() == [False, True]
+
+
+def test_vectors_of_gelu_overflow_a_factor_of_two_before_the_result() -> None:
+    found = FORMULAS["gelu"](Balls(), [ball([1.5e38, 1.8e38], 0.0)], {}, torch.float32)
+    assert found.e.isfinite().tolist() == [True, False]
 
 
 def test_an_element_is_sure_to_be_the_largest_if_no_other_may_be() -> None:

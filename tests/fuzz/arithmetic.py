@@ -325,12 +325,15 @@ def _terms(x: Tensor, y: Tensor) -> Tensor:
 
 def _turns(f: Function, x: Ball) -> Iterator[Tensor]:
     """The first two turns of a function in what its argument may be: further ones are like them.
-    The argument itself where there are none."""
+    The argument itself where there are none. All of a period has those next to 0, which are exact:
+    none of 1e19 is."""
     if f not in TURNS:
         return
+    whole = x.e >= math.pi
     first = ((x.v - x.e - TURNS[f]) / math.pi).ceil() * math.pi + TURNS[f]
+    first = torch.where(whole, TURNS[f], first)
     for turn in (first, first + math.pi):
-        yield torch.where(turn <= x.v + x.e, turn, x.v)
+        yield torch.where(whole | (turn <= x.v + x.e), turn, x.v)
 
 
 def _end(x: Ball, sign: float) -> Tensor:

@@ -64,7 +64,7 @@ SEEN = 0.5
 #: times that a value next to zero may have vanished on the way
 UNDERFLOWS = 64
 
-MASKS = {"causal_mask", "length_mask", "limit_mask", "hide", "scaled_dot_product_attention"}
+MASKS = {"causal_mask", "length_mask", "limit_mask", "hide", "lift", "scaled_dot_product_attention"}
 
 
 def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any]:
