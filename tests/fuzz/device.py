@@ -149,12 +149,12 @@ def _check_calls(program: Any, inputs: list[Tensor], wanted: list[Expected], sta
 
 
 def _check_backward(f: Function, program: Any, inputs: list[Tensor], stage: Stage) -> None:
-    """Gradients of the sum of all outputs, against those of PyTorch in float64."""
+    """Gradients of the weighted sum of all outputs, against those of PyTorch in float64."""
     stage("backward")
     wanted = functions.gradients_wanted(f, inputs)
     leaves = [x.cuda().requires_grad_() for x in inputs]
     try:
-        total = sum(y.float().sum() for y in program(*leaves))
+        total = functions.weighted(program(*leaves))
         if not isinstance(total, Tensor) or not total.requires_grad:
             return
         found: Any = torch.autograd.grad(total, leaves, allow_unused=True)
