@@ -240,7 +240,8 @@ ATTENTION = ("F.scaled_dot_product_attention({0}, {1}, {2})",
              "F.scaled_dot_product_attention({0}, {1}, {2}, scale=0.2)",
              "({0} @ {1}.mT / 4).softmax(-1) @ {2}",
              ("({0} @ {1}.mT * 0.3).masked_fill(torch.ones({0}.shape[-2], {1}.shape[-2], "
-              "dtype=torch.bool).triu(1), float('-inf')).softmax(-1) @ {2}"))  # fmt: skip
+              "dtype=torch.bool, device={0}.device).triu(1), float('-inf'))"
+              ".softmax(-1) @ {2}"))  # fmt: skip
 
 
 def draw_function(seed: int, index: int) -> Function:
