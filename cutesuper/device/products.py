@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cutlass.cute as cute
@@ -24,6 +25,25 @@ from cutesuper.device.barriers import Barriers
 
 #: first named barrier behind those that products need on any architecture
 FREE_BARRIER = 10
+
+
+@dataclass(frozen=True)
+class Consumers:
+    """The warpgroups that multiply, the first ones of a block.
+
+    Attributes:
+        warpgroups: number of them.
+        joint: true if products are those of two blocks, a cluster: each has the first operand of
+            its own results, and half of the rows of the second one. Only where a target says so
+            (`Target.joint`); with first operands of two blocks of rows.
+        together: true if two warpgroups multiply with one instruction, whose rows they share: 16
+            of the first one and 16 of the second in turn. Only where a target says so
+            (`Target.doubled`).
+    """
+
+    warpgroups: int
+    joint: bool = False
+    together: bool = False
 
 
 class Product(ABC):
@@ -40,7 +60,7 @@ class Product(ABC):
 
     @abstractmethod
     def accumulator(self, columns: int) -> Any:
-        """fp32 accumulators ``[M, columns]`` of a warpgroup, not initialised; wherever they are."""
+        """fp32 accumulators ``[M, columns]``, not initialised; wherever they are."""
 
     @abstractmethod
     def accumulate(self, on: bool) -> None:
@@ -115,34 +135,27 @@ class Products(ABC):
         """
 
     @abstractmethod
-    def allocate(
-        self, alloc: cutlass.memory.SmemAllocator, warpgroups: int, joint: bool = False
-    ) -> Any:
-        """Allocate the shared memory of the products of so many warpgroups; see `open`."""
+    def allocate(self, alloc: cutlass.memory.SmemAllocator, consumers: Consumers) -> Any:
+        """Allocate the shared memory of their products."""
 
     @abstractmethod
     def barriers(self, memory: Any) -> list[Barriers]:
         """Barriers of that memory; they are initialised with the others of the block."""
 
     @abstractmethod
-    def open(
-        self, memory: Any, warpgroups: int, registers: int, dependent: bool, joint: bool = False
-    ) -> Products:
+    def open(self, memory: Any, consumers: Consumers, registers: int, dependent: bool) -> Products:
         """Take room for ``registers`` accumulators of each thread of the consumer warpgroups.
         The result multiplies.
 
         Args:
             memory: of `allocate`.
-            warpgroups: of consumers.
+            consumers: the same as there.
             registers: 32-bit numbers of a thread that products read and write.
             dependent: true if the launch depends on the one before, which needs such room too.
-            joint: true if products are those of two blocks, a cluster: each has the first operand
-                of its own results, and half of the rows of the second one. Only where a target says
-                so (`Target.joint`); with first operands of two blocks of rows.
         """
 
     @abstractmethod
-    def close(self, warpgroups: int) -> None:
+    def close(self) -> None:
         """Give that room back."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutesuper.device.barriers import Barriers
 from cutesuper.device.hopper import tf32
-from cutesuper.device.products import GatheredProduct, Product, Products
+from cutesuper.device.products import Consumers, GatheredProduct, Product, Products
 from cutesuper.device.tf32 import gathered
 
 
@@ -140,21 +140,19 @@ class WarpgroupProducts(Products):
         )
         return WarpgroupProduct(mma, self.block, dtype)
 
-    def allocate(
-        self, alloc: cutlass.memory.SmemAllocator, warpgroups: int, joint: bool = False
-    ) -> None:
-        del alloc, warpgroups, joint
+    def allocate(self, alloc: cutlass.memory.SmemAllocator, consumers: Consumers) -> None:
+        del alloc, consumers
 
     def barriers(self, memory: None) -> list[Barriers]:
         return []
 
     def open(
-        self, memory: None, warpgroups: int, registers: int, dependent: bool, joint: bool = False
+        self, memory: None, consumers: Consumers, registers: int, dependent: bool
     ) -> WarpgroupProducts:
-        assert not joint
+        assert not consumers.joint and not consumers.together
         return self
 
-    def close(self, warpgroups: int) -> None:
+    def close(self) -> None:
         pass
 
     def issue(self) -> AllWarps:

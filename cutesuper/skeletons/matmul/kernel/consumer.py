@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cutesuper.device.products import Product
+from cutesuper.device.products import Consumers, Product
 from cutesuper.skeletons.matmul.kernel.context import Known, Memory
 from cutesuper.skeletons.matmul.kernel.epilogue import Epilogue
 from cutesuper.skeletons.matmul.kernel.gathered import GatheredProducts
@@ -32,6 +32,7 @@ class Consumer:
         self.prefetches = [Prefetch(e.k) for e in epilogues]
         self.main, self.inner, self.after = known.groups
         self.per_group = known.blocks // known.warpgroups
+        self.warpgroups = Consumers(known.warpgroups, joint=sharing.joint)
         self.instruction_rows = known.plan.instruction_rows
         self.gathered = GatheredProducts(known, self.per_group)
 
@@ -41,8 +42,7 @@ class Consumer:
         k, at = self.k, here.memory.ring.first()
         # blocks of columns that are multiplied together share an accumulator
         registers = k.plan.multiplied // (128 * k.warpgroups * k.together)
-        joint = self.sharing.joint
-        cores = k.cores.open(here.memory.cores, k.warpgroups, registers, k.dependent, joint)
+        cores = k.cores.open(here.memory.cores, self.warpgroups, registers, k.dependent)
         if cutlass.const_expr(self.walk.persistent):
 
             def visit(step, at):
@@ -51,7 +51,7 @@ class Consumer:
             self.walk.each(here, visit, at)
         else:
             self.consume(cores, here, outs, at)
-        cores.close(k.warpgroups)
+        cores.close()
         self.epilogue.tile_store.drain()
 
     @cute.jit

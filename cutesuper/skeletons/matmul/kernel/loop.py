@@ -230,7 +230,7 @@ class MatmulKernel:
             hidden, columns, rows, vectors, vector_rows, low_rows, partials, statistics, row_values,
             pieces, pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums,
             block_sums, Barriers.allocate(alloc, count) if count else None,
-            self.copies.allocate(alloc), k.cores.allocate(alloc, k.warpgroups, self.sharing.joint),
+            self.copies.allocate(alloc), k.cores.allocate(alloc, self.consumer.warpgroups),
             self.walk.allocate(alloc),
         )  # fmt: skip
 
