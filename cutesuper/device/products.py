@@ -7,12 +7,16 @@ wherever the instruction leaves them.
 
 All consumer warps of a block `open` the products, and `close` them after the last `fetch`. Between
 them they multiply in groups: `begin`; products inside of `issue`; `end`; `wait`.
+
+One more warp, the issuer, may issue them for all warpgroups. It has the `issuers` in place of
+`open`. For every group both call `begin` and `end`; only the issuer runs what is inside of `issue`,
+and only consumers `wait`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,7 +25,7 @@ import cutlass.memory
 from cutlass import Float32
 from cutlass.cutlass_dsl import CuTeDSL
 
-from cutesuper.device.barriers import Barriers
+from cutesuper.device.barriers import Barrier, Barriers
 
 #: first named barrier behind those that products need on any architecture
 FREE_BARRIER = 10
@@ -39,11 +43,14 @@ class Consumers:
         together: true if two warpgroups multiply with one instruction, whose rows they share: 16
             of the first one and 16 of the second in turn. Only where a target says so
             (`Target.doubled`).
+        issuer: true if another warp issues the products of all of them. Only where accumulators
+            have a memory of their own (`Target.accumulators`); not joint, nor together.
     """
 
     warpgroups: int
     joint: bool = False
     together: bool = False
+    issuer: bool = False
 
 
 class Product(ABC):
@@ -103,6 +110,12 @@ class GatheredProduct(Product):
         """Keep reads of accumulators behind the wait for them."""
 
 
+class AllWarps(nullcontext[None]):
+    """Statements that all warps run; the DSL asks for the attribute."""
+
+    __dsl_trace_time_ctxmgr__ = True
+
+
 class Products(ABC):
     """The tensor cores of an architecture; a frozen dataclass, which run-time loops may use.
 
@@ -153,6 +166,15 @@ class Products(ABC):
             registers: 32-bit numbers of a thread that products read and write.
             dependent: true if the launch depends on the one before, which needs such room too.
         """
+
+    def issuers(self, memory: Any, consumers: Consumers, registers: int) -> list[Products]:
+        """Those of each warpgroup, for the issuer, which calls it as consumers call `open`."""
+        raise NotImplementedError("warpgroups issue the products of their own registers")
+
+    def release(self, barrier: Barrier, blocks: int) -> None:
+        """Arrive once all products that this issuer has issued have read their operands.
+        On the barriers of the first ``blocks`` of the cluster."""
+        raise NotImplementedError("warpgroups issue the products of their own registers")
 
     @abstractmethod
     def close(self) -> None:

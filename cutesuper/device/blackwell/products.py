@@ -17,6 +17,10 @@ reads 128 rows of the first operand and half of the second one from the shared m
 leaves each the accumulators of its rows, at the same columns. The leader issues it once the peer
 has announced that its part is there and its accumulators are free; the commit arrives at both.
 
+A warp of its own may issue the products of all warpgroups (`Consumers.issuer`). These announce that
+they have fetched the accumulators, and wait for the last commit; commits also tell the loads that
+stages are free, so that consumers have nothing to do with stages.
+
 Source: NVIDIA, Parallel Thread Execution ISA 8.8, tcgen05.
 """
 
@@ -40,7 +44,7 @@ from cutesuper.device.barriers import Barrier, Barriers, Meeting
 from cutesuper.device.cluster import rank_in_cluster
 from cutesuper.device.fragments import filled, fragment
 from cutesuper.device.launch import wait_for_predecessor
-from cutesuper.device.products import Consumers, GatheredProduct, Product, Products
+from cutesuper.device.products import AllWarps, Consumers, GatheredProduct, Product, Products
 from cutesuper.device.tf32 import STEP, gathered
 
 #: named barriers of this module: of all consumers, and the first of the warpgroups, which have one
@@ -114,6 +118,7 @@ class Open:
         columns: allocated for the block.
         warp: index in the block, uniform.
         rank: in the pair whose products are joint; None if they are not.
+        issued: the warpgroup whose products this warp issues; None in the warps of consumers.
         ended: one register: groups of products that have ended (Int32).
         taken: columns that accumulators of this warpgroup have, while tracing.
     """
@@ -124,8 +129,16 @@ class Open:
     columns: int
     warp: Any
     rank: Any
+    issued: int | None
     ended: cute.Tensor
     taken: list[int] = field(default_factory=list[int])
+
+    @property
+    def group(self) -> Any:
+        """Index among the warpgroups with products of their own."""
+        if self.consumers.together:
+            return 0
+        return self.warp // 4 if self.issued is None else self.issued
 
     def take(self, columns: int) -> cute.Pointer:
         """The next columns of this warpgroup."""
@@ -253,7 +266,7 @@ class RoundedProduct(TensorProduct, GatheredProduct):
 @dataclass(frozen=True)
 class TensorProducts(Products):
     """tcgen05: the first warp of each consumer warpgroup issues, or of two that multiply together.
-    Consumer warps are the first of the block.
+    Or a warp of its own does. Consumer warps are the first of the block.
 
     Attributes:
         state: tensor memory; None before `open`.
@@ -303,10 +316,7 @@ class TensorProducts(Products):
     def open(
         self, memory: TensorMemory, consumers: Consumers, registers: int, dependent: bool
     ) -> TensorProducts:
-        # two columns of 64 rows are one register of 128 threads
-        columns = max(LEAST_COLUMNS, 1 << (2 * registers * apart(consumers) - 1).bit_length())
-        if consumers.joint:
-            columns = ALL_COLUMNS
+        columns = columns_of(consumers, registers)
         index, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(index // 32)
         self._take(memory, columns, consumers, warp, dependent)
@@ -315,7 +325,21 @@ class TensorProducts(Products):
             base = base + cute.assume(warp // 4 * (columns // consumers.warpgroups), divby=8)
         rank = rank_in_cluster() if consumers.joint else None
         ended = filled(1, 0, Int32)
-        return replace(self, state=Open(memory, consumers, base, columns, warp, rank, ended))
+        return replace(self, state=Open(memory, consumers, base, columns, warp, rank, None, ended))
+
+    def issuers(
+        self, memory: TensorMemory, consumers: Consumers, registers: int
+    ) -> list[TensorProducts]:
+        columns = columns_of(consumers, registers)
+        address_meeting(consumers).meet()
+        base = cute.arch.retrieve_tmem_ptr(Float32, 16, memory.address)
+        return [
+            replace(self, state=Open(
+                memory, consumers, base + g * (columns // consumers.warpgroups), columns, None, None,
+                g, filled(1, 0, Int32),
+            ))
+            for g in range(consumers.warpgroups)
+        ]  # fmt: skip
 
     @cute.jit
     def _take(
@@ -338,7 +362,7 @@ class TensorProducts(Products):
                 wait_for_predecessor()
             cute.arch.alloc_tmem(columns, memory.address, is_two_cta=consumers.joint)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=consumers.joint)
-        Meeting(ALL_BARRIER, 128 * consumers.warpgroups).meet()
+        address_meeting(consumers).meet()
 
     @cute.jit
     def close(self):
@@ -357,17 +381,21 @@ class TensorProducts(Products):
     # ----------------------------------------------------------------------------------- groups
 
     def begin(self) -> None:
-        before_meeting()
+        state = self.opened()
+        if state.issued is None:
+            before_meeting()
+        if state.consumers.issuer and state.issued is None:
+            self._meeting().arrive()
+            return
         self._meeting().meet()
         after_meeting()
         if self.joint:
             self._join()
 
     def _meeting(self) -> Meeting:
-        """The barrier of the threads whose products are issued by one."""
-        if self.opened().consumers.together:
-            return Meeting(GROUP_BARRIER, 256)
-        return Meeting(GROUP_BARRIER + self.opened().warp // 4, 128)
+        """The barrier of the threads that wait for a group to begin."""
+        state, threads = self.opened(), 128 * (1 + self.opened().consumers.together)
+        return Meeting(GROUP_BARRIER + state.group, threads + 32 * state.consumers.issuer)
 
     @cute.jit
     def _join(self):
@@ -384,7 +412,10 @@ class TensorProducts(Products):
                 with cute.arch.elect_one():
                     announced.arrive(0)
 
-    def issue(self) -> IfOpRegion:
+    def issue(self) -> IfOpRegion | AllWarps:
+        if self.opened().issued is not None:
+            after_meeting()
+            return AllWarps()
         issuing = self._issues()
         return IfOpRegion(scf.IfOp(issuing.ir_value()).then_block)
 
@@ -397,14 +428,25 @@ class TensorProducts(Products):
     @cute.jit
     def end(self):
         ended = self.opened().ended
-        if self._issues():
-            with cute.arch.elect_one():
-                done = self._barrier(self.opened().memory.done, ended[0]).pointer
-                if cutlass.const_expr(self.joint):
-                    tcgen05.commit(done, Int16(3), tcgen05.CtaGroup.TWO)
-                else:
-                    tcgen05.commit(done)
+        if cutlass.const_expr(self.opened().issued is not None):
+            self.release(self._barrier(self.opened().memory.done, ended[0]), 1)
+        elif cutlass.const_expr(not self.opened().consumers.issuer):
+            if self._issues():
+                with cute.arch.elect_one():
+                    done = self._barrier(self.opened().memory.done, ended[0]).pointer
+                    if cutlass.const_expr(self.joint):
+                        tcgen05.commit(done, Int16(3), tcgen05.CtaGroup.TWO)
+                    else:
+                        tcgen05.commit(done)
         ended[0] = ended[0] + 1
+
+    @cute.jit
+    def release(self, barrier, blocks: cutlass.Constexpr):
+        with cute.arch.elect_one():
+            if cutlass.const_expr(blocks > 1):
+                tcgen05.commit(barrier.pointer, Int16((1 << blocks) - 1))
+            else:
+                tcgen05.commit(barrier.pointer)
 
     def wait(self, left: int) -> None:
         assert left < GROUPS
@@ -414,9 +456,7 @@ class TensorProducts(Products):
 
     def _barrier(self, barriers: Barriers, group: Any) -> Barrier:
         """The barrier of a group of this warpgroup, or of two."""
-        own = group & (GROUPS - 1)
-        together = self.opened().consumers.together
-        return barriers[own if together else self.opened().warp // 4 * GROUPS + own]
+        return barriers[self.opened().group * GROUPS + (group & (GROUPS - 1))]
 
     # ----------------------------------------------------------------------------- accumulators
 
@@ -463,6 +503,19 @@ class TensorProducts(Products):
 def apart(consumers: Consumers) -> int:
     """Warpgroups with products of their own."""
     return 1 if consumers.together else consumers.warpgroups
+
+
+def columns_of(consumers: Consumers, registers: int) -> int:
+    """Columns that a block takes for ``registers`` accumulators of each thread."""
+    if consumers.joint:
+        return ALL_COLUMNS
+    # two columns of 64 rows are one register of 128 threads
+    return max(LEAST_COLUMNS, 1 << (2 * registers * apart(consumers) - 1).bit_length())
+
+
+def address_meeting(consumers: Consumers) -> Meeting:
+    """The barrier behind which the address of tensor memory is known."""
+    return Meeting(ALL_BARRIER, 128 * consumers.warpgroups + 32 * consumers.issuer)
 
 
 def phase(group: Any) -> Any:

@@ -8,7 +8,6 @@ The first operand has 64 rows (M) and lies in shared memory or registers, the se
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutesuper.device.barriers import Barriers
 from cutesuper.device.hopper import tf32
-from cutesuper.device.products import Consumers, GatheredProduct, Product, Products
+from cutesuper.device.products import AllWarps, Consumers, GatheredProduct, Product, Products
 from cutesuper.device.tf32 import gathered
 
 
@@ -107,12 +106,6 @@ class RoundedProduct(GatheredProduct):
 
     def settle(self, accumulator: cute.Tensor) -> None:
         tf32.updated(accumulator, "", [], [])
-
-
-class AllWarps(nullcontext[None]):
-    """Statements that all warps run; the DSL asks for the attribute."""
-
-    __dsl_trace_time_ctxmgr__ = True
 
 
 @dataclass(frozen=True)
