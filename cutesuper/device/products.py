@@ -16,6 +16,7 @@ and only consumers `wait`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -167,7 +168,7 @@ class Products(ABC):
             dependent: true if the launch depends on the one before, which needs such room too.
         """
 
-    def issuers(self, memory: Any, consumers: Consumers, registers: int) -> list[Products]:
+    def issuers(self, memory: Any, consumers: Consumers, registers: int) -> Sequence[Products]:
         """Those of each warpgroup, for the issuer, which calls it as consumers call `open`."""
         raise NotImplementedError("warpgroups issue the products of their own registers")
 

@@ -8,9 +8,9 @@ and 256 bits leave it in the order of WGMMA (`device.hopper.products`).
 
 An accumulator ``[128, N]`` has all 32 lanes of each warp. If 16 rows of one block and 16 of another
 take turns in the first operand, the lower lanes of all warps are an accumulator of the first block,
-and the upper ones of the second. Such products run at twice the rate. If these are rows of two
-warpgroups, a warp of each reaches the same lanes: the lower ones are the first warpgroup's, the upper
-ones the second's, which wait for each other before the first one issues for both.
+and the upper ones of the second. Such products run at twice the rate. Two warpgroups may have 64
+rows of them each: warps of both reach the same 32 lanes, of which the first has the lower ones and
+the second the upper ones. They wait for each other before the first one issues for both.
 
 Products of two blocks of a cluster, the leader and its peer, may be one instruction of 256 rows. It
 reads 128 rows of the first operand and half of the second one from the shared memory of each, and
@@ -26,7 +26,7 @@ Source: NVIDIA, Parallel Thread Execution ISA 8.8, tcgen05.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -116,7 +116,7 @@ class Open:
         consumers: the warpgroups.
         base: first column of this thread's warpgroup (Float32 pointer).
         columns: allocated for the block.
-        warp: index in the block, uniform.
+        warp: index in the block, uniform; None in an issuer.
         rank: in the pair whose products are joint; None if they are not.
         issued: the warpgroup whose products this warp issues; None in the warps of consumers.
         ended: one register: groups of products that have ended (Int32).
@@ -304,7 +304,8 @@ class TensorProducts(Products):
     # ----------------------------------------------------------------------------------- memory
 
     def allocate(self, alloc: cutlass.memory.SmemAllocator, consumers: Consumers) -> TensorMemory:
-        address, groups = alloc.allocate_array(Int32, 1, byte_alignment=4), GROUPS * apart(consumers)
+        address = alloc.allocate_array(Int32, 1, byte_alignment=4)
+        groups = GROUPS * apart(consumers)
         memory = TensorMemory(address, Barriers.allocate(alloc, groups))
         if not consumers.joint:
             return memory
@@ -329,17 +330,15 @@ class TensorProducts(Products):
 
     def issuers(
         self, memory: TensorMemory, consumers: Consumers, registers: int
-    ) -> list[TensorProducts]:
-        columns = columns_of(consumers, registers)
+    ) -> Sequence[TensorProducts]:
+        columns, found = columns_of(consumers, registers), list[TensorProducts]()
         address_meeting(consumers).meet()
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, memory.address)
-        return [
-            replace(self, state=Open(
-                memory, consumers, base + g * (columns // consumers.warpgroups), columns, None, None,
-                g, filled(1, 0, Int32),
-            ))
-            for g in range(consumers.warpgroups)
-        ]  # fmt: skip
+        for group in range(consumers.warpgroups):
+            first, ended = base + group * (columns // consumers.warpgroups), filled(1, 0, Int32)
+            state = Open(memory, consumers, first, columns, None, None, group, ended)
+            found.append(replace(self, state=state))
+        return found
 
     @cute.jit
     def _take(
@@ -384,9 +383,9 @@ class TensorProducts(Products):
         state = self.opened()
         if state.issued is None:
             before_meeting()
-        if state.consumers.issuer and state.issued is None:
-            self._meeting().arrive()
-            return
+            if state.consumers.issuer:
+                self._meeting().arrive()
+                return
         self._meeting().meet()
         after_meeting()
         if self.joint:

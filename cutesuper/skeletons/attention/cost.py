@@ -290,7 +290,7 @@ class _Model:
         tensor, lanes = self._tile_us()
         s = self.plan.schedule
         work = max(s.row_groups * tensor, tensor + lanes)
-        if s.together:  # the product of a tile's values may hide behind the next tile's exponentials
+        if s.together:  # products of values hide behind the next tile's exponentials
             work = tensor + (max(tensor, 2 * lanes) if s.overlapped else tensor + 2 * lanes)
         return self.rates.step_us + work + self._values_us()
 

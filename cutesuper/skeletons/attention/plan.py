@@ -578,8 +578,8 @@ def _by_resources(plan: AttentionPlan, target: Target) -> Iterator[Limit]:
     if s.together and target.doubled == 1.0:
         yield Limit(
             "rows that warpgroups cannot share",
-            f"together={s.together}: no instruction of {target.name} ({target.arch}) multiplies 128 "
-            "rows; use together=False",
+            f"together={s.together}: no instruction of {target.name} ({target.arch}) multiplies "
+            f"{2 * ROW_BLOCK} rows; use together=False",
         )
     held = 128 * plan.warpgroups // (1 + s.together) * plan.product_registers
     waits = plan.cluster > 1 or s.resident > 1

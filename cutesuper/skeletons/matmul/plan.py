@@ -601,7 +601,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def threads(self) -> int:
-        """Threads of consumer warpgroups, helper warps, copiers and issuer if any, and the producer.
+        """Threads of consumer warpgroups, helpers, copiers and issuer if any, and the producer.
         The producer is padded to a warpgroup if registers are handed over, which only whole
         warpgroups can do."""
         others = 32 * (self.helpers + 1 + self.copiers + self.schedule.issuer)
@@ -950,8 +950,8 @@ def _exceeded_sharing(plan: MatmulPlan, target: Target) -> Limit | None:
     if s.issuer and target.accumulators is None:
         return Limit(
             "tiles that blocks cannot share, walk over or store",
-            f"issuer={s.issuer}: accumulators of {target.name} ({target.arch}) are registers of the "
-            "warpgroups that multiply; use issuer=False",
+            f"issuer={s.issuer}: accumulators of {target.name} ({target.arch}) are registers of "
+            "the warpgroups that multiply; use issuer=False",
         )
     if s.joint and not target.joint:
         return Limit(
@@ -1026,8 +1026,8 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         )
     if s.issuer and (s.joint or plan.tails or plan.gathers):
         yield (
-            f"issuer={s.issuer} needs products of one block, of operands in shared memory, and none "
-            "after the loop; use issuer=False"
+            f"issuer={s.issuer} needs products of one block, of operands in shared memory, and "
+            "none after the loop; use issuer=False"
         )
     if s.hand_out and not s.persistent:
         yield f"hand_out={s.hand_out} needs blocks that walk; use persistent={plan.tiles}"

@@ -313,10 +313,10 @@ class Rows:
     @cute.jit
     def compute(self, here):
         """Compute reductions and values with two threads per row, then rewrite the row."""
-        row = here.member // 2
+        block, row = self.block_of(here.group), here.member // 2
         if cutlass.const_expr(self.together):
             row += here.group * ROW_BLOCK
-        own = QueryRow(here.memory.rows, self.block_of(here.group), row)
+        own = QueryRow(here.memory.rows, block, row)
         half = here.member % 2
         totals = {r.value: self.reduce(own, half, r) for r in self.plan.row_reductions}
         values = {}

@@ -1,8 +1,9 @@
 """The matmul mainloop as a traced kernel: walks a `MatmulPlan`, calls the blocks of ``device/``.
 
 Roles of the warps of a block: consumers (products, then the epilogue), helpers (row statistics and
-the prologue of the row operand), one producer (TMA loads), at times an issuer (products). Everything that depends on the plan is
-decided while tracing; only the ring and the tails are run-time control flow.
+the prologue of the row operand), one producer (TMA loads); where it is asked for, an issuer
+(products in place of the consumers). Everything that depends on the plan is decided while tracing;
+only the ring and the tails are run-time control flow.
 """
 
 from __future__ import annotations

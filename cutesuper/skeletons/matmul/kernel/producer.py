@@ -179,8 +179,8 @@ class Producer:
 
     @cute.jit
     def settle(self, ring, at):
-        """Wait until all stages have been given back: products of other blocks do so, which must not
-        arrive after the end of this one."""
+        """Wait until all stages have been given back.
+        Products of other blocks do so, which must not arrive after the end of this one."""
         for _ in cutlass.range(self.k.stages, unroll=1):
             ring.wait_empty(at)
             at = ring.next(at)
