@@ -49,12 +49,12 @@ class Consumer:
     @cute.jit
     def consume(self, cores, here, outs, at):
         """Multiply all stages, then finish the tile; return the next slot of the ring."""
-        k, after = self.k, self.mainloop.after
+        k, after, group = self.k, self.mainloop.after, here.warp // 4
         for n, prefetch in enumerate(self.prefetches):
             if here.tile.section == n:
                 prefetch.run(here)
         self.epilogue.tile_store.ask(here, outs[0], True)
-        work = self.mainloop.prepare(cores, here.memory)
+        work = self.mainloop.prepare(cores, here.memory, group)
         behind = [g.product(cores, k.dtype, self.mainloop.instruction_rows) for g in after]
         totals = self.gathered.totals(cores, work.sums)
         if cutlass.const_expr(self.mainloop.consumers.issuer):
@@ -75,17 +75,10 @@ class Consumer:
         return at
 
     @cute.jit
-    def multiply(
-        self,
-        cores,
-        work: cutlass.Constexpr,
-        totals: cutlass.Constexpr,
-        here,
-        at,
-    ):
+    def multiply(self, cores, work: cutlass.Constexpr, totals: cutlass.Constexpr, here, at):
         """Multiply all stages and give them back; return the next slot of the ring."""
         k, memory, ring = self.k, here.memory, here.memory.ring
-        group, previous = here.warp // 4, Int32(-1)
+        previous = Int32(-1)
         for _ in cutlass.range(here.tile.iterations, unroll=1):
             ring.wait(at)
             if cutlass.const_expr(k.plan.rewrites):
@@ -95,7 +88,7 @@ class Consumer:
             else:
                 cores.begin()
                 with cores.issue():
-                    self.mainloop.issue(work, memory, at.stage, group)
+                    self.mainloop.issue(work, memory, at.stage)
                 cores.end()
             # one group of products stays in flight: waiting for this stage's own costs 0.2 us
             cores.wait(1)

@@ -35,16 +35,16 @@ class Issuer:
     def issue(self, cores: cutlass.Constexpr, here, at):
         """Issue the products of a tile; return the next slot of the ring."""
         k, memory, ring = self.k, here.memory, here.memory.ring
-        work = [self.mainloop.prepare(own, memory) for own in cores]
+        work = [self.mainloop.prepare(own, memory, n) for n, own in enumerate(cores)]
         for own in cores:
             own.begin()
         for _ in cutlass.range(here.tile.iterations, unroll=1):
             ring.wait(at)
             if cutlass.const_expr(k.plan.rewrites):
                 memory.ready[at.stage].wait(at.phase)
-            for group, own in enumerate(cores):
+            for own, products in zip(cores, work, strict=True):
                 with own.issue():
-                    self.mainloop.issue(work[group], memory, at.stage, group)
+                    self.mainloop.issue(products, memory, at.stage)
             cores[0].release(ring.empty[at.stage], self.sharing.parts)
             at = ring.next(at)
         for own in cores:

@@ -20,6 +20,7 @@ class TileProducts:
     """The products of a warpgroup for a tile.
 
     Attributes:
+        group: the warpgroup.
         product, along_hidden: instructions of the columns, and of the hidden labels.
         rows: the second operand.
         sums: accumulators of ``(64, rows)``, by product and block of 64 columns, or of
@@ -28,6 +29,7 @@ class TileProducts:
         vectors: products of vectors.
     """
 
+    group: Any
     product: Product
     along_hidden: list[Product]
     rows: cute.Tensor
@@ -53,7 +55,7 @@ class Mainloop:
         #: numbers of a thread that products read and write
         self.registers = known.plan.multiplied // each
 
-    def prepare(self, cores: Products, memory: Memory) -> TileProducts:
+    def prepare(self, cores: Products, memory: Memory, group: Any) -> TileProducts:
         """The products of a warpgroup; its accumulators are zeros."""
         k, rows = self.k, self.instruction_rows
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
@@ -68,17 +70,17 @@ class Mainloop:
         vectors = self.vectors.consumer(cores, lead, memory, self.per_group)
         for instruction in (product, *along_hidden):
             instruction.accumulate(True)
-        return TileProducts(product, along_hidden, b, sums, hidden, vectors)
+        return TileProducts(group, product, along_hidden, b, sums, hidden, vectors)
 
-    def issue(self, work: TileProducts, memory: Memory, stage: Any, group: Any) -> None:
+    def issue(self, work: TileProducts, memory: Memory, stage: Any) -> None:
         """Issue the products of a stage for a warpgroup."""
         for kk in range(self.k.k // self.k.plan.step):
-            self.multiply(work, memory, stage, kk, group)
+            self.multiply(work, memory, stage, kk)
             self.tails.multiply_stage(
-                work.along_hidden, work.hidden, memory, work.rows, stage, kk, group
+                work.along_hidden, work.hidden, memory, work.rows, stage, kk, work.group
             )
 
-    def multiply(self, work: TileProducts, memory: Memory, stage: Any, kk: int, group: Any) -> None:
+    def multiply(self, work: TileProducts, memory: Memory, stage: Any, kk: int) -> None:
         """Issue one step for the products of the columns."""
         k, both = self.k, self.k.together
         columns = memory.columns if both == 1 else self.main.doubled(memory.columns, k.dtype)
@@ -86,7 +88,7 @@ class Mainloop:
             a = work.product.first(columns)
             for i in range(self.per_group // both):
                 slot = stage * (self.main.boxes // both) + w * (k.blocks // both)
-                slot = slot + group + k.warpgroups * i
+                slot = slot + work.group + k.warpgroups * i
                 acc = work.sums[k.plan.finals[final]][i]
                 row = k.row_step(work.rows, stage, kk)
                 work.product.multiply(acc, a[None, None, kk, slot], row)
