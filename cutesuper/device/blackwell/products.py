@@ -381,11 +381,13 @@ class TensorProducts(Products):
 
     def begin(self) -> None:
         state = self.opened()
-        if state.issued is None:
-            before_meeting()
-            if state.consumers.issuer:
-                self._meeting().arrive()
-                return
+        if state.issued is not None:
+            self._meeting().meet()  # `issue` has the fence
+            return
+        before_meeting()
+        if state.consumers.issuer:
+            self._meeting().arrive()
+            return
         self._meeting().meet()
         after_meeting()
         if self.joint:
