@@ -1,5 +1,5 @@
-"""The products of the matmul loop: instructions, operands and accumulators of a tile, and the
-products of a stage. Consumer warpgroups issue them, or a warp of its own for all of them."""
+"""The products of the matmul loop: instructions, operands, accumulators, and those of a stage.
+Consumer warpgroups issue them, or a warp of its own for all of them."""
 
 from __future__ import annotations
 
