@@ -8,7 +8,7 @@ in a cluster, rows that an index puts somewhere. The machine of `tests.ptx` runs
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutesuper as cs
@@ -121,6 +121,19 @@ def joint(knobs: dict[str, Any] | None = None, result: str = BF16, **fields: Any
     known: dict[str, Any] = {"stages": 4, "head": 2, "share_rows": 2, "bulk_store": stored}
     schedule = MatmulSchedule(joint=True, **(known | (knobs or {})))
     return make_plan(linear.block().step("linear"), tensors, B200, schedule)
+
+
+def issued(
+    knobs: dict[str, Any] | None = None, make: Callable[..., Any] = few, **fields: Any
+) -> Any:
+    """A small `Linear` whose products a warp of its own issues; its ring goes round."""
+    schedule = MatmulSchedule(issuer=True, **({"stages": 2, "head": 1} | (knobs or {})))
+    return make(schedule, **({"k": 256, "norm": False} | fields))
+
+
+def with_issuer(plan: Any) -> Any:
+    """A plan of the search whose products a warp of its own issues."""
+    return replace(plan, schedule=replace(plan.schedule, issuer=True))
 
 
 def embedded() -> Any:
@@ -236,7 +249,56 @@ MORE = {
     "softmax of a product": Case(lambda: found(zoo.softmax_linear(8, 128, 64, BF16))),
     "sums of columns": Case(lambda: found(zoo.less_column_sums(8, 128, 64, BF16))),
     "shifted statistics": Case(lambda: found(zoo.over_deviation(8, 128, 64, BF16))),
-    "attention, two warpgroups of rows": Case(lambda: attention(rows=128, row_tile=128)),
+    "an issuer": Case(issued, "X @ W"),
+    "an issuer, norm": Case(lambda: issued(norm=True), NORM),
+    "an issuer, prologue": Case(lambda: issued(gain=True, norm=True)),
+    "an issuer, two warpgroups, bulk stores": Case(
+        lambda: issued({"warpgroups": 2, "bulk_store": True, "stages": 3}, double, n=256,
+                       tile_n=256, m=96, tile_m=96)
+    ),
+    "an issuer, cluster along K": Case(lambda: issued(cluster=2, k=512)),
+    "an issuer, copied operands": Case(lambda: issued(k=133, n=67)),
+    "an issuer, vectors": Case(
+        lambda: with_issuer(found(zoo.layer_norm_linear(8, 128, 64, dtype=BF16)))
+    ),
+    "an issuer, walk": Case(
+        lambda: issued({"persistent": 1, "bulk_store": True}, m=64, tile_m=64, n=128, tile_n=64)
+    ),
+    "an issuer, walk with statistics": Case(
+        lambda: issued({"persistent": 1, "bulk_store": True}, m=64, tile_m=32, k=192, norm=True)
+    ),
+    "an issuer, tiles handed out": Case(
+        lambda: issued({"persistent": 2, "hand_out": True, "stages": 3}, m=192, tile_m=64, n=128,
+                       tile_n=64)
+    ),
+    "an issuer, pairs": Case(
+        lambda: issued({"share_rows": 2}, m=32, tile_m=16, n=128, tile_n=64)
+    ),
+    "an issuer, pairs that walk": Case(
+        lambda: issued({"share_rows": 2, "persistent": 2, "bulk_store": True}, m=64, tile_m=32,
+                       n=128, tile_n=64, k=192)
+    ),
+    "attention, two warpgroups of rows": Case(
+        lambda: attention(
+            AttentionSchedule(2, 2, 1, overlapped=True, stream_keys=False), rows=128, row_tile=128
+        )
+    ),
+    "attention, 128 rows at once": Case(lambda: attention(rows=128, row_tile=128)),
+    "attention, 128 rows at once, one tile after the other": Case(
+        lambda: attention(
+            AttentionSchedule(2, 2, 1, together=True, stream_keys=False), rows=128, row_tile=128
+        )
+    ),
+    "attention, 128 rows at once, causal": Case(
+        lambda: attention(rows=150, row_tile=128, causal="bottom_right", keys=170)
+    ),
+    "attention, 7 heads at once": Case(lambda: attention(group=7, rows=20, row_tile=17)),
+    "attention, 128 rows at once, norms": Case(
+        lambda: attention(rows=128, row_tile=128, norm="Q")
+    ),
+    "attention, 128 rows at once in a cluster": Case(
+        lambda: attention(rows=128, row_tile=128, keys=256, cluster=2)
+    ),
     "attention, causal": Case(lambda: attention(rows=128, causal="top_left")),
     "attention, causal at the end": Case(lambda: attention(rows=64, causal="bottom_right")),
     "attention, ragged": Case(lambda: attention(rows=37, keys=100)),

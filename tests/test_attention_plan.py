@@ -13,6 +13,8 @@ from cutesuper.ir.block import Axis, AxisKind
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.report import plan_text
 from cutesuper.show.svg import mugraph_svg
+from cutesuper.skeletons.attention.cost import price
+from cutesuper.skeletons.attention.explain import attention_lines
 from cutesuper.skeletons.attention.plan import AttentionPlan, Mask
 from cutesuper.skeletons.attention.schedule import AttentionSchedule
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
@@ -571,6 +573,33 @@ def test_chosen_schedules() -> None:
     assert plan_of(DECODE, dependent_launch=True).schedule == replace(few, dependent_launch=True)
 
 
+def test_two_warpgroups_of_rows_multiply_together() -> None:
+    """Where instructions of 128 rows are faster: with half of the accumulators' room each."""
+    mu = replace(WIDE, width=256).mugraph()
+    plan = make_plan(mu.steps[0], mu.tensors, B200)
+    assert isinstance(plan, AttentionPlan) and plan.schedule.together
+    assert (plan.instructions, plan.row_tile, plan.group_rows) == (1, (128,), 64)
+    assert "by two warpgroups together" in "\n".join(attention_lines(plan))
+    apart = replace(plan.schedule, together=False)
+    with pytest.raises(ScheduleError, match="numbers of products in a block"):
+        make_plan(mu.steps[0], mu.tensors, B200, apart)
+    mu = WIDE.mugraph()
+    both = [make_plan(mu.steps[0], mu.tensors, B200, replace(plan_of(WIDE).schedule, together=x))
+            for x in (False, True)]  # fmt: skip
+    tensor = [price(p, B200).parts["tensor"] for p in both if isinstance(p, AttentionPlan)]
+    assert tensor[0] == pytest.approx(2 * tensor[1])
+
+
+def test_tiles_of_heads_need_no_even_number_of_positions() -> None:
+    """If all rows are one instruction's: 17 positions of 7 heads."""
+    odd = Attention(group=7, rows=170, row_tile=17, keys=512)
+    mu = odd.mugraph()
+    with pytest.raises(ScheduleError, match="a tile of 17 x 7 rows for 2 warpgroup"):
+        make_plan(mu.steps[0], mu.tensors, H200)
+    plan = make_plan(mu.steps[0], mu.tensors, B200)
+    assert isinstance(plan, AttentionPlan) and (plan.row_tile, plan.group_rows) == ((17, 7), 60)
+
+
 def test_registers_handed_over() -> None:
     """Only where an equal share of all threads would not hold what lives in the loop."""
     assert plan_of(WIDE).registers is None and plan_of(WIDE).threads == 288
@@ -591,6 +620,8 @@ BAD: dict[str, tuple[Attention, dict[str, Any], str]] = {
     ),
     "four groups": (WIDE, {"key_groups": 2}, "2 x 2 consumer warpgroups"),
     "no groups": (DECODE, {"key_groups": 0}, "1 x 0 consumer warpgroups"),
+    "one group together": (DECODE, {"together": True}, "together=True needs two warpgroups"),
+    "two together": (WIDE, {"together": True}, r"h200 \(sm_90a\) multiplies 128 rows"),
     "no blocks": (DECODE, {"resident": 0}, "in 0 block"),
     "memory": (PREFILL, {"stages": 4}, "4 stages of 65536 bytes, 16384 bytes of rows"),
     "half of the memory": (DECODE, {"resident": 2}, "do not fit into 115712 bytes"),

@@ -9,7 +9,8 @@ faults. The machine runs all tests of kernels as well: ``pytest --ptx=b200 -m gp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -45,7 +46,11 @@ def kernel_of(name: str) -> Given:
 
 def marked(names: dict[str, Any]) -> list[Any]:
     """Cases of CI are marked."""
-    quick = {*QUICK, *CAUGHT_STATICALLY[:5]} if names is not CASES else QUICK
+    return of_ci(names, {*QUICK, *CAUGHT_STATICALLY[:5]} if names is not CASES else QUICK)
+
+
+def of_ci(names: Iterable[str], quick: Iterable[str]) -> list[Any]:
+    """Cases, of which the quick ones are marked."""
     return [pytest.param(n, marks=[pytest.mark.ptx] if n in quick else []) for n in names]
 
 
@@ -89,8 +94,10 @@ def ring() -> Given:
     return given(linear.plan(B200, schedule=MatmulSchedule(stages=2, head=2)))
 
 
-JOINT = "joint products"
+JOINT, ATTENTION = "joint products", "attention"
 RING, WALK = f"{JOINT}, a ring that goes round", f"{JOINT}, walk"
+ISSUER, AT_ONCE = "an issuer", "attention, 128 rows at once"
+ISSUER_WALK, ISSUER_PAIRS = f"{ISSUER}, walk", f"{ISSUER}, pairs that walk"
 FULL_BYTES = 2 * 64 * (64 + 8)
 JOINT_BYTES = 2 * 64 * (256 + 32 // 2)
 #: a commit that the leader of two blocks hears alone
@@ -127,6 +134,20 @@ STATIC: dict[str, tuple[Callable[[], Given], Callable[[str], str]]] = {
     ),
     "tensor memory of two blocks given back before both have read it": (
         lambda: kernel_of(JOINT), unwaited(4),
+    ),
+    "weights multiplied before both warpgroups have written them": (
+        lambda: kernel_of(AT_ONCE), without(r"bar\.sync\s+8, 256;", 1),
+    ),
+    "an issuer's products before the stage is full": (lambda: kernel_of(ISSUER), unwaited(-1)),
+    "an issuer's products fetched before they are done": (lambda: kernel_of(ISSUER), unwaited(0)),
+    "stages that an issuer gives back while they are multiplied": (
+        lambda: kernel_of(ISSUER),
+        changed(r"tcgen05\.commit[^;]*(\[%r\d+\]);",
+                lambda m: f"{{ .reg .b64 t; mbarrier.arrive.shared.b64 t, {m[1]}; }}"),
+    ),
+    "stages that an issuer keeps": (lambda: kernel_of(ISSUER), without(r"tcgen05\.commit[^;]*;")),
+    "an issuer that does not wait for the tile before to be fetched": (
+        lambda: kernel_of(ISSUER_WALK), without(r"bar\.sync\s+8, 160;"),
     ),
 }  # fmt: skip
 CAUGHT_STATICALLY = list(STATIC)
@@ -204,9 +225,7 @@ JOINT_PLANS = {n: case.make for n, case in CASES.items() if n.startswith(JOINT)}
 OF_CI = (RING, f"{JOINT}, two warpgroups, norm", f"{JOINT}, walk, prologue")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.ptx] if n in OF_CI else []) for n in JOINT_PLANS]
-)
+@pytest.mark.parametrize("name", of_ci(JOINT_PLANS, OF_CI))
 def test_joint_products(name: str) -> None:
     """One instruction for two blocks, with the numbers of two."""
     kernel = kernel_of(name) if name in CASES else given(JOINT_PLANS[name]())
@@ -227,7 +246,36 @@ def test_joint_products(name: str) -> None:
         assert ((found.double() - exact).abs() <= bound).all()
 
 
-GAIN, ATTENTION = "prologue", "attention"
+ISSUED = [n for n in CASES if n.startswith(ISSUER)]
+AT_ONCE_CASES = [n for n in CASES if n.startswith(ATTENTION) and "at once" in n]
+
+
+@pytest.mark.parametrize("name", of_ci(ISSUED, (ISSUER, ISSUER_WALK, ISSUER_PAIRS)))
+def test_an_issuer_changes_no_number(name: str) -> None:
+    kernel = kernel_of(name)
+    schedule = replace(kernel.plan.schedule, issuer=False)
+    plain = given(replace(kernel.plan, schedule=schedule))
+    assert kernel.plan.threads == plain.plan.threads + 32
+    expected = numbers(plain, plain.ptx, late=False)
+    assert expected.isfinite().all()
+    for seed in (1, 2):
+        assert torch.equal(expected, numbers(kernel, kernel.ptx, seed == 2, seed))
+
+
+@pytest.mark.parametrize("name", of_ci(AT_ONCE_CASES, (AT_ONCE,)))
+def test_two_warpgroups_multiply_together(name: str) -> None:
+    """With half of the instructions, and the same numbers."""
+    kernel = kernel_of(name)
+    schedule = replace(kernel.plan.schedule, together=False)
+    even = kernel.plan.tile(kernel.plan.rows[0]) % 2 == 0
+    found = [numbers(kernel, kernel.ptx, seed == 2, seed) for seed in (1, 2)]
+    assert found[0].isfinite().all() and torch.equal(*found)
+    if even:
+        apart = given(replace(kernel.plan, schedule=schedule))
+        assert torch.equal(found[0], numbers(apart, apart.ptx, late=False))
+
+
+GAIN = "prologue"
 #: by name: the kernel, what is wrong with it, and what the machine says ("" for other numbers)
 DYNAMIC: dict[str, tuple[str, Callable[[str], str], str]] = {
     "registers read before the wait for loads": (
@@ -297,6 +345,23 @@ DYNAMIC: dict[str, tuple[str, Callable[[str], str], str]] = {
     ),
     "accumulators that a block still reads when joint products replace them": (
         WALK, without(r"tcgen05\.fence::before[^;]*;", 0), "tcgen05.fence on both sides",
+    ),
+    "lanes of the first warpgroup that the second one reads": (
+        AT_ONCE, changed(r"shl\.b32\s+(%r\d+), %r\d+, 20;", lambda m: f"mov.b32 {m[1]}, 0;"), "",
+    ),
+    "no fence in front of the meeting of two warpgroups": (
+        AT_ONCE, without(r"tcgen05\.fence::before[^;]*;", 1), "tcgen05.fence on both sides",
+    ),
+    "no fence in front of the meeting with an issuer": (
+        ISSUER_WALK, without(r"tcgen05\.fence::before[^;]*;"), "tcgen05.fence on both sides",
+    ),
+    "no fence of an issuer": (
+        ISSUER_WALK, without(r"tcgen05\.fence::after[^;]*;", -1), "tcgen05.fence on both sides",
+    ),
+    "stages of which an issuer does not tell the other block": (
+        ISSUER_PAIRS,
+        changed(r"mov\.b16\s+(%rs\d+), 3;(?=\s*tcgen05\.commit)",
+                lambda match: f"mov.b16 {match[1]}, 1;"), "no warp goes on",
     ),
     "an accumulator of other columns": (
         GAIN, changed(r"(\[%r\d+) \+ 0\];(?=\s*tcgen05\.wait)", lambda m: f"{m[1]} + 8];"), "",

@@ -99,7 +99,7 @@ def test_attention_compiles(name: str, golden: Any) -> None:
 
 
 @needs_sass
-@pytest.mark.parametrize("name", ["decode_grid_cluster", "prefill_causal"])
+@pytest.mark.parametrize("name", ["decode_grid_cluster", "prefill_causal", "rows_128"])
 def test_instructions_for_blackwell(name: str, golden: Any) -> None:
     plan = plan_of(*CASES[name], B200)
     golden(f"instructions/sm_100a/attention_{name}.txt", tensor_instructions(plan))

@@ -609,6 +609,8 @@ def test_keys_see_everything_else() -> None:
             keys.append(key_of(tall, schedule=replace(other, stages=3)))
         elif other.hand_out:  # of blocks that walk, on a GPU that does it
             keys.append(base.plan(B200, schedule=replace(other, persistent=132)).key)
+        elif other.issuer:  # likewise
+            keys += [base.plan(B200, schedule=n).key for n in (given, other)]
         elif other.joint:  # of pairs, likewise
             square = Linear(m=4096, n=4096, tile_m=128, tile_n=256, tile_k=64, transposed=True)
             pairs = square.plan(B200)

@@ -133,6 +133,7 @@ def test_pieces_take_shared_memory() -> None:
         (Linear(), {"bulk_store": True}, "32 rows in a tile at least"),
         (LARGE, {"hand_out": True}, "h200 (sm_90a) does not hand out blocks"),
         (NK, {"joint": True}, "no instruction of h200 (sm_90a) mul"),
+        (LARGE, {"issuer": True}, "accumulators of h200 (sm_90a) are registers of the warpgroups"),
     ],
 )  # fmt: skip
 def test_refusals(linear: Linear, knobs: dict[str, Any], message: str) -> None:
@@ -178,6 +179,30 @@ def test_what_two_blocks_cannot_multiply_at_once(linear: Linear, knobs: dict[str
         linear.plan(B200, schedule=replace(plan.schedule, **(known | knobs)))
 
 
+def test_an_issuer_is_a_warp_beside_the_producer() -> None:
+    schedule = LARGE.plan(B200).schedule
+    assert not schedule.issuer  # not measured
+    small = Linear(m=8, tile_m=8, norm=False)
+    few = small.plan(B200).schedule
+    assert small.plan(B200, schedule=replace(few, issuer=True)).threads == 128 + 2 * 32
+    # where registers are handed over the producer has a warpgroup that is not full
+    large = LARGE.plan(B200, schedule=replace(schedule, issuer=True))
+    assert large.threads == LARGE.plan(B200).threads == 384
+
+
+@pytest.mark.parametrize(
+    ("linear", "knobs"),
+    [
+        (NK, {"share_rows": 2, "persistent": 0, "stages": 3, "head": 2, "joint": True}),
+        (Linear(dtype="float32", norm=False, k=64, tile_k=32), {}),  # threads gather the columns
+    ],
+)
+def test_what_an_issuer_does_not_multiply(linear: Linear, knobs: dict[str, Any]) -> None:
+    schedule = replace(linear.plan(B200).schedule, issuer=True, **knobs)
+    with pytest.raises(ScheduleError, match="issuer=True needs products of one block"):
+        linear.plan(B200, schedule=schedule)
+
+
 def test_joint_blocks_have_their_tensor_memory_alone() -> None:
     small = Linear(m=32, tile_m=32, n=512, tile_n=128, tile_k=64, transposed=True, norm=False)
     pair = MatmulSchedule(stages=2, head=2, share_rows=2)
@@ -218,6 +243,15 @@ def test_chosen_schedules_do_not_spill(name: str) -> None:
     assert "multicast::cluster" in artifact.ptx
     assert "cp.async.bulk.tensor.2d.global.shared::cta" in artifact.ptx
     assert "stmatrix.sync.aligned.m8n8.x4.trans" in artifact.ptx
+
+
+@pytest.mark.parametrize("name", ["norm", "plain", "gain", "square tile"])
+def test_an_issuer_does_not_spill(name: str) -> None:
+    pytest.importorskip("cutlass")
+    plan = CHOSEN[name].plan(B200)
+    plan = replace(plan, schedule=replace(plan.schedule, issuer=True))
+    r = compiled(plan, B200.arch).resources
+    assert r.stack_bytes == 0 and not r.spills and r.threads == plan.threads
 
 
 # ---------------------------------------------------------------------------------------- on a GPU

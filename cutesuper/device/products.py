@@ -7,12 +7,18 @@ wherever the instruction leaves them.
 
 All consumer warps of a block `open` the products, and `close` them after the last `fetch`. Between
 them they multiply in groups: `begin`; products inside of `issue`; `end`; `wait`.
+
+One more warp, the issuer, may issue them for all warpgroups. It has the `issuers` in place of
+`open`. For every group both call `begin` and `end`; only the issuer runs what is inside of `issue`,
+and only consumers `wait`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import cutlass.cute as cute
@@ -20,10 +26,32 @@ import cutlass.memory
 from cutlass import Float32
 from cutlass.cutlass_dsl import CuTeDSL
 
-from cutesuper.device.barriers import Barriers
+from cutesuper.device.barriers import Barrier, Barriers
 
 #: first named barrier behind those that products need on any architecture
 FREE_BARRIER = 10
+
+
+@dataclass(frozen=True)
+class Consumers:
+    """The warpgroups that multiply, the first ones of a block.
+
+    Attributes:
+        warpgroups: number of them.
+        joint: true if products are those of two blocks, a cluster: each has the first operand of
+            its own results, and half of the rows of the second one. Only where a target says so
+            (`Target.joint`); with first operands of two blocks of rows.
+        together: true if two warpgroups multiply with one instruction, whose rows they share: 16
+            of the first one and 16 of the second in turn. Only where a target says so
+            (`Target.doubled`).
+        issuer: true if another warp issues the products of all of them. Only where accumulators
+            have a memory of their own (`Target.accumulators`); not joint, nor together.
+    """
+
+    warpgroups: int
+    joint: bool = False
+    together: bool = False
+    issuer: bool = False
 
 
 class Product(ABC):
@@ -40,7 +68,7 @@ class Product(ABC):
 
     @abstractmethod
     def accumulator(self, columns: int) -> Any:
-        """fp32 accumulators ``[M, columns]`` of a warpgroup, not initialised; wherever they are."""
+        """fp32 accumulators ``[M, columns]``, not initialised; wherever they are."""
 
     @abstractmethod
     def accumulate(self, on: bool) -> None:
@@ -83,6 +111,12 @@ class GatheredProduct(Product):
         """Keep reads of accumulators behind the wait for them."""
 
 
+class AllWarps(nullcontext[None]):
+    """Statements that all warps run; the DSL asks for the attribute."""
+
+    __dsl_trace_time_ctxmgr__ = True
+
+
 class Products(ABC):
     """The tensor cores of an architecture; a frozen dataclass, which run-time loops may use.
 
@@ -115,34 +149,36 @@ class Products(ABC):
         """
 
     @abstractmethod
-    def allocate(
-        self, alloc: cutlass.memory.SmemAllocator, warpgroups: int, joint: bool = False
-    ) -> Any:
-        """Allocate the shared memory of the products of so many warpgroups; see `open`."""
+    def allocate(self, alloc: cutlass.memory.SmemAllocator, consumers: Consumers) -> Any:
+        """Allocate the shared memory of their products."""
 
     @abstractmethod
     def barriers(self, memory: Any) -> list[Barriers]:
         """Barriers of that memory; they are initialised with the others of the block."""
 
     @abstractmethod
-    def open(
-        self, memory: Any, warpgroups: int, registers: int, dependent: bool, joint: bool = False
-    ) -> Products:
+    def open(self, memory: Any, consumers: Consumers, registers: int, dependent: bool) -> Products:
         """Take room for ``registers`` accumulators of each thread of the consumer warpgroups.
         The result multiplies.
 
         Args:
             memory: of `allocate`.
-            warpgroups: of consumers.
+            consumers: the same as there.
             registers: 32-bit numbers of a thread that products read and write.
             dependent: true if the launch depends on the one before, which needs such room too.
-            joint: true if products are those of two blocks, a cluster: each has the first operand
-                of its own results, and half of the rows of the second one. Only where a target says
-                so (`Target.joint`); with first operands of two blocks of rows.
         """
 
+    def issuers(self, memory: Any, consumers: Consumers, registers: int) -> Sequence[Products]:
+        """Those of each warpgroup, for the issuer, which calls it as consumers call `open`."""
+        raise NotImplementedError("warpgroups issue the products of their own registers")
+
+    def release(self, barrier: Barrier, blocks: int) -> None:
+        """Arrive once all products that this issuer has issued have read their operands.
+        On the barriers of the first ``blocks`` of the cluster."""
+        raise NotImplementedError("warpgroups issue the products of their own registers")
+
     @abstractmethod
-    def close(self, warpgroups: int) -> None:
+    def close(self) -> None:
         """Give that room back."""
 
     @abstractmethod

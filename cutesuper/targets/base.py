@@ -196,7 +196,8 @@ class Target:
         l2_bandwidth: L2 to the SMs, bytes/s.
         tensor_flops: dense 16-bit multiply-adds (as 2 operations) per second.
         doubled: factor on it for products whose instructions take two blocks of columns
-            (`skeletons.matmul.plan.MatmulPlan.doubles`).
+            (`skeletons.matmul.plan.MatmulPlan.doubles`), or the rows of two warpgroups
+            (`skeletons.attention.schedule.AttentionSchedule.together`).
         launch_us: fixed cost of a kernel in a graph, latency of its first loads included,
             microseconds.
         rates: the fitted constants of the cost model.

@@ -21,7 +21,7 @@
 #include <string.h>
 
 enum { LANES = 32, SHARED = 233472, MAX_BARRIERS = 16, SLICE = 48, PATIENCE = 2000 };
-enum { ROWS = 128, COLUMNS = 512, QUARTERS = 4, TRANSFERS = 64 }; /* of tensor memory */
+enum { ROWS = 128, COLUMNS = 512, EIGHTHS = 8, TRANSFERS = 64 }; /* of tensor memory */
 #define FULL 0xffffffffu
 
 /* ------------------------------------------------------------------------------------ a program */
@@ -88,7 +88,7 @@ typedef struct {
     int32_t arrived, expected, waiting_warps;
 } named_barrier;
 
-/* A column of tensor memory, as one quarter of the warps of a warpgroup reaches it: times of the
+/* A column of tensor memory, as 16 lanes of a warp reach it: times of the
  * last product that wrote it, and of the last access of a warp, until a product has followed. */
 typedef struct {
     int64_t done, touched, published; /* by tcgen05.fence::before_thread_sync */
@@ -97,7 +97,7 @@ typedef struct {
 
 typedef struct {
     uint32_t *tensor;         /* [lane][column]; NULL until some are allocated */
-    column *columns;          /* [quarter][column] */
+    column *columns;          /* [eighth][column] */
     uint8_t *shared;
     uint32_t *stamp;          /* for every 16 bytes: writer and its fence count; 0 if fenced */
     named_barrier barriers[MAX_BARRIERS];
@@ -762,9 +762,9 @@ static void run_products(warp *w, int group)
 
 /* ----------------------------------------------------------------------------- tensor memory */
 
-static column *columns_at(block *b, uint32_t quarter, uint32_t first, uint32_t count)
+static column *columns_at(block *b, uint32_t eighth, uint32_t first, uint32_t count)
 {
-    column *c = b->tensor ? b->columns + quarter * COLUMNS + first : NULL;
+    column *c = b->tensor ? b->columns + eighth * COLUMNS + first : NULL;
     if (!c || first + count > COLUMNS)
         fail("columns %u to %u of tensor memory", first, first + count - 1);
     for (uint32_t n = 0; n < count; n++)
@@ -800,7 +800,7 @@ static int free_columns(block *b, uint32_t first, uint32_t count)
     if (!b->tensor) {
         b->tensor = malloc(ROWS * COLUMNS * 4);
         memset(b->tensor, 0xff, ROWS * COLUMNS * 4);
-        b->columns = calloc(QUARTERS * COLUMNS, sizeof *b->columns);
+        b->columns = calloc(EIGHTHS * COLUMNS, sizeof *b->columns);
     }
     for (uint32_t k = 0; k < count; k++)
         if (b->columns[first + k].taken)
@@ -822,8 +822,8 @@ static void take_columns(block *b, uint32_t to, uint32_t count, block *pair)
             pair->offered = (int32_t)first + 1;
         b->offered = 0;
         for (uint32_t k = 0; k < count; k++)
-            for (int q = 0; q < QUARTERS; q++)
-                b->columns[q * COLUMNS + first + k] = (column) { .taken = 1 };
+            for (int e = 0; e < EIGHTHS; e++)
+                b->columns[e * COLUMNS + first + k] = (column) { .taken = 1 };
         memcpy(shared_at(b, to, 4), &first, 4);
         return;
     }
@@ -844,8 +844,8 @@ static void give_columns(block *b, uint32_t first, uint32_t count)
         fail("tensor memory is given back before its products are done");
     columns_at(b, 0, first, count);
     for (uint32_t k = 0; k < count; k++)
-        for (int q = 0; q < QUARTERS; q++)
-            b->columns[q * COLUMNS + first + k].taken = 0;
+        for (int e = 0; e < EIGHTHS; e++)
+            b->columns[e * COLUMNS + first + k].taken = 0;
 }
 
 /* The accesses of a warp are before its next barrier for others. */
@@ -853,7 +853,7 @@ static void publish_columns(block *b, int32_t own)
 {
     if (b->warps[own].transfer_count)
         fail("accesses to tensor memory that nobody has waited for");
-    for (int n = 0; b->tensor && n < QUARTERS * COLUMNS; n++)
+    for (int n = 0; b->tensor && n < EIGHTHS * COLUMNS; n++)
         if (b->columns[n].touched && b->columns[n].toucher == own && !b->columns[n].published)
             b->columns[n].published = M.clock;
 }
@@ -861,8 +861,8 @@ static void publish_columns(block *b, int32_t own)
 /* A product of a warp takes columns over from those that accessed them. */
 static void hand_over(block *b, warp *w, uint32_t first, uint32_t count)
 {
-    for (int q = 0; q < QUARTERS; q++) {
-        column *c = columns_at(b, q, first, count);
+    for (int e = 0; e < EIGHTHS; e++) {
+        column *c = columns_at(b, e, first, count);
         for (uint32_t n = 0; n < count; n++) {
             if (c[n].touched && (!c[n].published || w->after < c[n].published))
                 fail("a product takes column %u of tensor memory, which warp %d accessed without "
@@ -881,7 +881,7 @@ static void transfer(block *b, warp *w, const instruction *i, uint32_t address)
     const int32_t *o = M.p->operands + i->first + (i->extra[2] ? 2 : 0);
     if (lane / 32 != (uint32_t)own % 4 || lane % 16)
         fail("lane %u of tensor memory, which warp %d does not reach", lane, own);
-    column *c = columns_at(b, own % 4, first, (uint32_t)(i->extra[1] * bits / 32));
+    column *c = columns_at(b, lane / 16, first, (uint32_t)(i->extra[1] * bits / 32));
     for (int n = 0; n < i->extra[1] * bits / 32; n++) {
         if (w->after <= c[n].done && c[n].done)
             fail("column %u of tensor memory without a tcgen05.fence::after_thread_sync since its "
@@ -965,9 +965,9 @@ static void multiply_rows(block *b, issued *q, uint32_t rows, const float *bs)
                                     : sum[n] + before);
         }
     }
-    for (int quarter = 0; quarter < QUARTERS; quarter++)
+    for (int eighth = 0; eighth < EIGHTHS; eighth++)
         for (uint32_t n = 0; n < count; n++)
-            b->columns[quarter * COLUMNS + q->d + n].done = M.clock;
+            b->columns[eighth * COLUMNS + q->d + n].done = M.clock;
 }
 
 /* extra: 0 a commit, 1 A in tensor memory, 2 elements of TF32, 3 of two blocks */

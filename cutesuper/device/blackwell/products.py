@@ -8,19 +8,25 @@ and 256 bits leave it in the order of WGMMA (`device.hopper.products`).
 
 An accumulator ``[128, N]`` has all 32 lanes of each warp. If 16 rows of one block and 16 of another
 take turns in the first operand, the lower lanes of all warps are an accumulator of the first block,
-and the upper ones of the second. Such products run at twice the rate.
+and the upper ones of the second. Such products run at twice the rate. Two warpgroups may have 64
+rows of them each: warps of both reach the same 32 lanes, of which the first has the lower ones and
+the second the upper ones. They wait for each other before the first one issues for both.
 
 Products of two blocks of a cluster, the leader and its peer, may be one instruction of 256 rows. It
 reads 128 rows of the first operand and half of the second one from the shared memory of each, and
 leaves each the accumulators of its rows, at the same columns. The leader issues it once the peer
 has announced that its part is there and its accumulators are free; the commit arrives at both.
 
+A warp of its own may issue the products of all warpgroups (`Consumers.issuer`). These announce that
+they have fetched the accumulators, and wait for the last commit; commits also tell the loads that
+stages are free, so that consumers have nothing to do with stages.
+
 Source: NVIDIA, Parallel Thread Execution ISA 8.8, tcgen05.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -38,7 +44,7 @@ from cutesuper.device.barriers import Barrier, Barriers, Meeting
 from cutesuper.device.cluster import rank_in_cluster
 from cutesuper.device.fragments import filled, fragment
 from cutesuper.device.launch import wait_for_predecessor
-from cutesuper.device.products import GatheredProduct, Product, Products
+from cutesuper.device.products import AllWarps, Consumers, GatheredProduct, Product, Products
 from cutesuper.device.tf32 import STEP, gathered
 
 #: named barriers of this module: of all consumers, and the first of the warpgroups, which have one
@@ -107,21 +113,32 @@ class Open:
 
     Attributes:
         memory: of the block in shared memory.
+        consumers: the warpgroups.
         base: first column of this thread's warpgroup (Float32 pointer).
         columns: allocated for the block.
-        warp: index in the block, uniform.
+        warp: index in the block, uniform; None in an issuer.
         rank: in the pair whose products are joint; None if they are not.
+        issued: the warpgroup whose products this warp issues; None in the warps of consumers.
         ended: one register: groups of products that have ended (Int32).
         taken: columns that accumulators of this warpgroup have, while tracing.
     """
 
     memory: TensorMemory
+    consumers: Consumers
     base: cute.Pointer
     columns: int
     warp: Any
     rank: Any
+    issued: int | None
     ended: cute.Tensor
     taken: list[int] = field(default_factory=list[int])
+
+    @property
+    def group(self) -> Any:
+        """Index among the warpgroups with products of their own."""
+        if self.consumers.together:
+            return 0
+        return self.warp // 4 if self.issued is None else self.issued
 
     def take(self, columns: int) -> cute.Pointer:
         """The next columns of this warpgroup."""
@@ -131,7 +148,8 @@ class Open:
 
     def address(self, place: cute.Pointer) -> Any:
         """A column as this warp reaches it."""
-        return place.toint() + (self.warp % 4 << LANES_SHIFT)
+        found = place.toint() + (self.warp % 4 << LANES_SHIFT)
+        return found + (self.warp // 4 * 16 << LANE_SHIFT) if self.consumers.together else found
 
 
 @dataclass(frozen=True)
@@ -144,7 +162,7 @@ class TensorProduct(Product):
         majors: of the operands.
         columns: of the second operand.
         source: of the first operand: shared or tensor memory.
-        blocks: of 64 rows.
+        blocks: of 64 rows, of a warpgroup.
         replaces: True in a list if products replace accumulators; changed by `accumulate`.
     """
 
@@ -158,8 +176,8 @@ class TensorProduct(Product):
 
     @property
     def rows(self) -> int:
-        """Rows of the instruction."""
-        return self.blocks * self.cores.block
+        """Rows of the instruction, of a block of threads."""
+        return self.blocks * self.cores.block * (1 + self.cores.opened().consumers.together)
 
     def instruction(self, joint: bool = False) -> cute.TiledMma:
         """The instruction, made anew each time, since a flag of a run-time loop stays inside.
@@ -195,7 +213,7 @@ class TensorProduct(Product):
 
     def packed(self, words: cute.Tensor) -> cute.Tensor:
         columns, mma = 2 * cute.size(words), self.instruction()  # of two numbers
-        shape = mma.partition_shape_A((self.cores.block, 2 * columns))
+        shape = mma.partition_shape_A((self.rows, 2 * columns))
         base = self.cores.opened().take(columns)
         return cute.make_tensor(
             cute.recast_ptr(base, dtype=self.dtype), mma.make_fragment_A(shape).layout
@@ -247,8 +265,8 @@ class RoundedProduct(TensorProduct, GatheredProduct):
 
 @dataclass(frozen=True)
 class TensorProducts(Products):
-    """tcgen05: the first warp of each consumer warpgroup issues.
-    Consumer warps are the first of the block.
+    """tcgen05: the first warp of each consumer warpgroup issues, or of two that multiply together.
+    Or a warp of its own does. Consumer warps are the first of the block.
 
     Attributes:
         state: tensor memory; None before `open`.
@@ -266,7 +284,7 @@ class TensorProducts(Products):
     @property
     def joint(self) -> bool:
         """True if they are those of two blocks."""
-        return self.opened().rank is not None
+        return self.opened().consumers.joint
 
     def product(
         self,
@@ -285,12 +303,11 @@ class TensorProducts(Products):
 
     # ----------------------------------------------------------------------------------- memory
 
-    def allocate(
-        self, alloc: cutlass.memory.SmemAllocator, warpgroups: int, joint: bool = False
-    ) -> TensorMemory:
-        address, groups = alloc.allocate_array(Int32, 1, byte_alignment=4), GROUPS * warpgroups
+    def allocate(self, alloc: cutlass.memory.SmemAllocator, consumers: Consumers) -> TensorMemory:
+        address = alloc.allocate_array(Int32, 1, byte_alignment=4)
+        groups = GROUPS * apart(consumers)
         memory = TensorMemory(address, Barriers.allocate(alloc, groups))
-        if not joint:
+        if not consumers.joint:
             return memory
         return replace(memory, peer=Barriers.allocate(alloc, groups), left=Barriers.allocate(alloc))
 
@@ -298,37 +315,41 @@ class TensorProducts(Products):
         return [b for b in (memory.done, memory.peer, memory.left) if b is not None]
 
     def open(
-        self,
-        memory: TensorMemory,
-        warpgroups: int,
-        registers: int,
-        dependent: bool,
-        joint: bool = False,
+        self, memory: TensorMemory, consumers: Consumers, registers: int, dependent: bool
     ) -> TensorProducts:
-        # two columns of 64 rows are one register of 128 threads
-        columns = max(LEAST_COLUMNS, 1 << (2 * registers * warpgroups - 1).bit_length())
-        if joint:
-            columns = ALL_COLUMNS
+        columns = columns_of(consumers, registers)
         index, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(index // 32)
-        self._take(memory, columns, warpgroups, warp, dependent, joint)
+        self._take(memory, columns, consumers, warp, dependent)
         base = cute.arch.retrieve_tmem_ptr(Float32, 16, memory.address)
-        base = base + cute.assume(warp // 4 * (columns // warpgroups), divby=8)
-        rank = rank_in_cluster() if joint else None
+        if not consumers.together:
+            base = base + cute.assume(warp // 4 * (columns // consumers.warpgroups), divby=8)
+        rank = rank_in_cluster() if consumers.joint else None
         ended = filled(1, 0, Int32)
-        return replace(self, state=Open(memory, base, columns, warp, rank, ended))
+        return replace(self, state=Open(memory, consumers, base, columns, warp, rank, None, ended))
+
+    def issuers(
+        self, memory: TensorMemory, consumers: Consumers, registers: int
+    ) -> Sequence[TensorProducts]:
+        columns, found = columns_of(consumers, registers), list[TensorProducts]()
+        address_meeting(consumers).meet()
+        base = cute.arch.retrieve_tmem_ptr(Float32, 16, memory.address)
+        for group in range(consumers.warpgroups):
+            first, ended = base + group * (columns // consumers.warpgroups), filled(1, 0, Int32)
+            state = Open(memory, consumers, first, columns, None, None, group, ended)
+            found.append(replace(self, state=state))
+        return found
 
     @cute.jit
     def _take(
         self,
         memory,
         columns: cutlass.Constexpr,
-        warpgroups: cutlass.Constexpr,
+        consumers: cutlass.Constexpr,
         warp,
         dependent: cutlass.Constexpr,
-        joint: cutlass.Constexpr,
     ):
-        """Allocate columns, all of them where products are ``joint``.
+        """Allocate columns, all of them where products are joint.
 
         Waits until another block of the multiprocessor gives them back.
 
@@ -338,15 +359,15 @@ class TensorProducts(Products):
         if warp == 0:
             if cutlass.const_expr(dependent):
                 wait_for_predecessor()
-            cute.arch.alloc_tmem(columns, memory.address, is_two_cta=joint)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=joint)
-        Meeting(ALL_BARRIER, 128 * warpgroups).meet()
+            cute.arch.alloc_tmem(columns, memory.address, is_two_cta=consumers.joint)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=consumers.joint)
+        address_meeting(consumers).meet()
 
     @cute.jit
-    def close(self, warpgroups: cutlass.Constexpr):
+    def close(self):
         state = self.opened()
         before_meeting()
-        Meeting(ALL_BARRIER, 128 * warpgroups).meet()
+        Meeting(ALL_BARRIER, 128 * state.consumers.warpgroups).meet()
         after_meeting()
         if state.warp == 0:
             if cutlass.const_expr(self.joint):
@@ -359,11 +380,23 @@ class TensorProducts(Products):
     # ----------------------------------------------------------------------------------- groups
 
     def begin(self) -> None:
+        state = self.opened()
+        if state.issued is not None:
+            self._meeting().meet()  # `issue` has the fence
+            return
         before_meeting()
-        Meeting(GROUP_BARRIER + self.opened().warp // 4, 128).meet()
+        if state.consumers.issuer:
+            self._meeting().arrive()
+            return
+        self._meeting().meet()
         after_meeting()
         if self.joint:
             self._join()
+
+    def _meeting(self) -> Meeting:
+        """The barrier of the threads that wait for a group to begin."""
+        state, threads = self.opened(), 128 * (1 + self.opened().consumers.together)
+        return Meeting(GROUP_BARRIER + state.group, threads + 32 * state.consumers.issuer)
 
     @cute.jit
     def _join(self):
@@ -380,27 +413,41 @@ class TensorProducts(Products):
                 with cute.arch.elect_one():
                     announced.arrive(0)
 
-    def issue(self) -> IfOpRegion:
+    def issue(self) -> IfOpRegion | AllWarps:
+        if self.opened().issued is not None:
+            after_meeting()
+            return AllWarps()
         issuing = self._issues()
         return IfOpRegion(scf.IfOp(issuing.ir_value()).then_block)
 
     def _issues(self) -> Any:
         """True in the warps that issue products."""
         state = self.opened()
-        first = state.warp % 4 == 0
+        first = state.warp == 0 if state.consumers.together else state.warp % 4 == 0
         return first & (state.rank == 0) if self.joint else first
 
     @cute.jit
     def end(self):
         ended = self.opened().ended
-        if self._issues():
-            with cute.arch.elect_one():
-                done = self._barrier(self.opened().memory.done, ended[0]).pointer
-                if cutlass.const_expr(self.joint):
-                    tcgen05.commit(done, Int16(3), tcgen05.CtaGroup.TWO)
-                else:
-                    tcgen05.commit(done)
+        if cutlass.const_expr(self.opened().issued is not None):
+            self.release(self._barrier(self.opened().memory.done, ended[0]), 1)
+        elif cutlass.const_expr(not self.opened().consumers.issuer):
+            if self._issues():
+                with cute.arch.elect_one():
+                    done = self._barrier(self.opened().memory.done, ended[0]).pointer
+                    if cutlass.const_expr(self.joint):
+                        tcgen05.commit(done, Int16(3), tcgen05.CtaGroup.TWO)
+                    else:
+                        tcgen05.commit(done)
         ended[0] = ended[0] + 1
+
+    @cute.jit
+    def release(self, barrier, blocks: cutlass.Constexpr):
+        with cute.arch.elect_one():
+            if cutlass.const_expr(blocks > 1):
+                tcgen05.commit(barrier.pointer, Int16((1 << blocks) - 1))
+            else:
+                tcgen05.commit(barrier.pointer)
 
     def wait(self, left: int) -> None:
         assert left < GROUPS
@@ -409,8 +456,8 @@ class TensorProducts(Products):
         after_meeting()
 
     def _barrier(self, barriers: Barriers, group: Any) -> Barrier:
-        """The barrier of a group of this warpgroup."""
-        return barriers[self.opened().warp // 4 * GROUPS + (group & (GROUPS - 1))]
+        """The barrier of a group of this warpgroup, or of two."""
+        return barriers[self.opened().group * GROUPS + (group & (GROUPS - 1))]
 
     # ----------------------------------------------------------------------------- accumulators
 
@@ -452,6 +499,24 @@ class TensorProducts(Products):
 
     def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:
         return block * self.block + (warp % 4) * 16 + half * 8 + lane // 4
+
+
+def apart(consumers: Consumers) -> int:
+    """Warpgroups with products of their own."""
+    return 1 if consumers.together else consumers.warpgroups
+
+
+def columns_of(consumers: Consumers, registers: int) -> int:
+    """Columns that a block takes for ``registers`` accumulators of each thread."""
+    if consumers.joint:
+        return ALL_COLUMNS
+    # two columns of 64 rows are one register of 128 threads
+    return max(LEAST_COLUMNS, 1 << (2 * registers * apart(consumers) - 1).bit_length())
+
+
+def address_meeting(consumers: Consumers) -> Meeting:
+    """The barrier behind which the address of tensor memory is known."""
+    return Meeting(ALL_BARRIER, 128 * consumers.warpgroups + 32 * consumers.issuer)
 
 
 def phase(group: Any) -> Any:

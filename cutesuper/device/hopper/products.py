@@ -8,7 +8,6 @@ The first operand has 64 rows (M) and lies in shared memory or registers, the se
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from cutesuper.device.barriers import Barriers
 from cutesuper.device.hopper import tf32
-from cutesuper.device.products import GatheredProduct, Product, Products
+from cutesuper.device.products import AllWarps, Consumers, GatheredProduct, Product, Products
 from cutesuper.device.tf32 import gathered
 
 
@@ -109,12 +108,6 @@ class RoundedProduct(GatheredProduct):
         tf32.updated(accumulator, "", [], [])
 
 
-class AllWarps(nullcontext[None]):
-    """Statements that all warps run; the DSL asks for the attribute."""
-
-    __dsl_trace_time_ctxmgr__ = True
-
-
 @dataclass(frozen=True)
 class WarpgroupProducts(Products):
     """WGMMA: accumulators are registers, which the code behind the products reads in place."""
@@ -140,21 +133,19 @@ class WarpgroupProducts(Products):
         )
         return WarpgroupProduct(mma, self.block, dtype)
 
-    def allocate(
-        self, alloc: cutlass.memory.SmemAllocator, warpgroups: int, joint: bool = False
-    ) -> None:
-        del alloc, warpgroups, joint
+    def allocate(self, alloc: cutlass.memory.SmemAllocator, consumers: Consumers) -> None:
+        del alloc, consumers
 
     def barriers(self, memory: None) -> list[Barriers]:
         return []
 
     def open(
-        self, memory: None, warpgroups: int, registers: int, dependent: bool, joint: bool = False
+        self, memory: None, consumers: Consumers, registers: int, dependent: bool
     ) -> WarpgroupProducts:
-        assert not joint
+        assert not consumers.joint and not consumers.together
         return self
 
-    def close(self, warpgroups: int) -> None:
+    def close(self) -> None:
         pass
 
     def issue(self) -> AllWarps:

@@ -9,7 +9,8 @@ those of the plan. The main effects are:
   clusters of 8 take 7.3.
 * *Joining.* The grid joins in memory, 1.3 us and more; warpgroups and clusters in shared memory.
 * *The chain.* Products and softmax of one tile of keys wait for each other, so a block takes at
-  least as long as its tiles one after the other; two warpgroups with 64 rows take turns.
+  least as long as its tiles one after the other; two warpgroups with 64 rows take turns, or
+  multiply together and wait for each other.
 * *Masks.* Causal blocks have different lengths, and begin one after the other where SMs are free.
 * *Lengths* that only the kernel knows: the mean of the costs of equal and of mixed lengths. Parts
   divide each sequence, so lengths matter only between sequences.
@@ -273,7 +274,8 @@ class _Model:
         t, r, p = self.target, self.target.rates, self.plan
         area = ROW_BLOCK * p.key_tile
         flops = 2.0 * area * (p.depth + p.width)
-        tensor = flops * t.sms / (t.tensor_flops * r.tensor_efficiency) * 1e6
+        rate = t.tensor_flops * (t.doubled if p.schedule.together else 1.0)
+        tensor = flops * t.sms / (rate * r.tensor_efficiency) * 1e6
         lanes = area * (self.work.exps / self.rates.exps_per_us + self.work.others / r.lanes_per_us)
         return tensor, lanes / 2 if p.few_rows else lanes
 
@@ -284,9 +286,12 @@ class _Model:
     def _step_us(self) -> float:
         """Time of a tile of keys from its first product to its last.
         Warpgroups of different rows meet at the tensor cores; one computes exponentials while the
-        other multiplies."""
+        other multiplies, unless they multiply together."""
         tensor, lanes = self._tile_us()
-        work = max(self.plan.schedule.row_groups * tensor, tensor + lanes)
+        s = self.plan.schedule
+        work = max(s.row_groups * tensor, tensor + lanes)
+        if s.together:  # products of values hide behind the next tile's exponentials
+            work = tensor + (max(tensor, 2 * lanes) if s.overlapped else tensor + 2 * lanes)
         return self.rates.step_us + work + self._values_us()
 
     def _ends_us(self) -> dict[str, float]:

@@ -73,6 +73,7 @@ def _block_lines(plan: AttentionPlan) -> list[str]:
         else (f"; {plan.registers[0]} registers for consumers, {plan.registers[1]} for others")
     )
     turns = "in turns with the next tile's scores" if s.overlapped else "one tile after the other"
+    turns += ", by two warpgroups together" if s.together else ""
     return [
         (
             f"grid {plan.parts} x {tiles} x {batch} blocks in clusters of {plan.cluster}, "

@@ -8,7 +8,7 @@ the end the warpgroups of a block, the blocks of a cluster and those of the grid
 of rows are combined, in this order (FlashAttention, arXiv:2205.14135; split keys: Flash-Decoding).
 
 A warpgroup has 64 rows, which may combine several labels: the query heads that share a key head,
-and positions.
+and positions. Two of them may multiply together, as one block of 128 rows.
 """
 
 from __future__ import annotations
@@ -255,20 +255,25 @@ class AttentionPlan(Plan[AttentionSchedule]):
         return prod(self.tile(d) for d in self.rows)
 
     @property
-    def row_tile(self) -> tuple[int, ...]:
-        """Extents of the rows of one warpgroup, slowest first."""
-        first, *others = (self.tile(d) for d in self.rows)
-        return (ceil_div(first, self.schedule.row_groups), *others)
-
-    @property
     def row_blocks(self) -> int:
         """Instructions that these rows fill, the last one in part."""
         return ceil_div(self.block_rows, ROW_BLOCK)
 
+    @property
+    def instructions(self) -> int:
+        """Instructions that multiply all rows: one for each warpgroup along them, or for two."""
+        return self.schedule.row_groups // (1 + self.schedule.together)
+
+    @property
+    def row_tile(self) -> tuple[int, ...]:
+        """Extents of the rows of one instruction, slowest first."""
+        first, *others = (self.tile(d) for d in self.rows)
+        return (ceil_div(first, self.instructions), *others)
+
     @cached_property
     def group_rows(self) -> int:
         """Rows of one warpgroup that are computed, at most 64."""
-        return prod(self.row_tile)
+        return ceil_div(prod(self.row_tile), 1 + self.schedule.together)
 
     @property
     def key_tile(self) -> int:
@@ -406,7 +411,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
     @property
     def few_rows(self) -> bool:
         """True if a thread has one row; otherwise it has two."""
-        return self.group_rows <= FEW_ROWS
+        return self.group_rows <= FEW_ROWS and not self.schedule.together
 
     @property
     def items(self) -> int:
@@ -541,7 +546,13 @@ def _by_schedule(plan: AttentionPlan) -> Iterator[Limit]:
             f"{groups[0]} x {groups[1]} consumer warpgroups in {s.resident} block(s) of an SM; one "
             "or two are possible",
         )
-    if plan.tile(plan.rows[0]) % s.row_groups or plan.group_rows > ROW_BLOCK:
+    if s.together and s.row_groups != 2:
+        yield Limit(
+            "rows that warpgroups cannot share",
+            f"together={s.together} needs two warpgroups along the rows, not {s.row_groups}; use "
+            "together=False",
+        )
+    if plan.tile(plan.rows[0]) % plan.instructions or plan.group_rows > ROW_BLOCK:
         yield Limit(
             "rows that warpgroups cannot share",
             f"a tile of {' x '.join(str(plan.tile(d)) for d in plan.rows)} rows for "
@@ -564,7 +575,13 @@ def _by_resources(plan: AttentionPlan, target: Target) -> Iterator[Limit]:
             f"{plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit into "
             f"{memory} bytes of shared memory; use smaller tiles",
         )
-    held = 128 * plan.warpgroups * plan.product_registers
+    if s.together and target.doubled == 1.0:
+        yield Limit(
+            "rows that warpgroups cannot share",
+            f"together={s.together}: no instruction of {target.name} ({target.arch}) multiplies "
+            f"{2 * ROW_BLOCK} rows; use together=False",
+        )
+    held = 128 * plan.warpgroups // (1 + s.together) * plan.product_registers
     waits = plan.cluster > 1 or s.resident > 1
     if limit := exceeded_accumulators(plan, held, waits, target):
         yield limit

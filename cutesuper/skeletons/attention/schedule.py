@@ -25,6 +25,9 @@ class AttentionSchedule(Schedule):
             computes exponentials while the other one multiplies.
         overlapped: multiply the next tile's rows and keys before this tile's values, so that
             exponentials are computed during a product.
+        together: two warpgroups along the rows multiply with one instruction, of 128 rows, and wait
+            for each other. Where such instructions run at a higher rate (`Target.doubled`), it is
+            what planning chooses; not measured.
         resident: blocks that share an SM.
         stream_keys: read keys and values with the evict-first hint.
     """
@@ -41,6 +44,7 @@ class AttentionSchedule(Schedule):
     row_groups: int = 1
     key_groups: int = 2
     overlapped: bool = False
+    together: bool = False
     resident: int = 1
     stream_keys: bool = True
 
@@ -65,6 +69,7 @@ def scheduled(plan: AttentionPlan, target: Target) -> AttentionPlan:
         row_groups=row_groups,
         key_groups=key_groups,
         overlapped=bool(overlapped) and plan.loop > key_groups,
+        together=row_groups == 2 and target.doubled > 1,
         stream_keys=bool(SETTINGS.choose(target, "stream", rows=rows)["streamed"]),
     )
     plan = replace(plan, schedule=schedule)

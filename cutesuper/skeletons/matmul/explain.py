@@ -83,7 +83,8 @@ def _loop_lines(plan: MatmulPlan) -> list[str]:
         f"{plan.threads} threads: {s.warpgroups} consumer warpgroup(s)"
         + (f", {plan.helpers} helper warps" if plan.has_helpers else "")
         + (f", {plan.copiers} copier warps" if plan.copiers else "")
-        + ", 1 producer warp",
+        + ", 1 producer warp"
+        + ", 1 warp that issues products" * s.issuer,
         f"ring of {s.stages} stages x {plan.held_bytes} bytes: {_ring(plan)}",
         *_copy_lines(plan),
     ]

@@ -601,10 +601,10 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def threads(self) -> int:
-        """Threads of consumer warpgroups, helper warps, copiers if any, and the producer warp.
+        """Threads of consumer warpgroups, helpers, copiers and issuer if any, and the producer.
         The producer is padded to a warpgroup if registers are handed over, which only whole
         warpgroups can do."""
-        others = 32 * (self.helpers + 1 + self.copiers)
+        others = 32 * (self.helpers + 1 + self.copiers + self.schedule.issuer)
         if self.registers is not None:
             others = 128 * ceil_div(others, 128)
         return 128 * self.schedule.warpgroups + others
@@ -947,6 +947,12 @@ def _exceeded_sharing(plan: MatmulPlan, target: Target) -> Limit | None:
             f"hand_out={s.hand_out}: {target.name} ({target.arch}) does not hand out blocks that "
             "have not started; use hand_out=False",
         )
+    if s.issuer and target.accumulators is None:
+        return Limit(
+            "tiles that blocks cannot share, walk over or store",
+            f"issuer={s.issuer}: accumulators of {target.name} ({target.arch}) are registers of "
+            "the warpgroups that multiply; use issuer=False",
+        )
     if s.joint and not target.joint:
         return Limit(
             "tiles that blocks cannot share, walk over or store",
@@ -1017,6 +1023,11 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         yield (
             f"persistent={s.persistent}: blocks with helper warps that walk need more iterations "
             f"than stages, not {plan.iterations} and {s.stages}"
+        )
+    if s.issuer and (s.joint or plan.tails or plan.gathers):
+        yield (
+            f"issuer={s.issuer} needs products of one block, of operands in shared memory, and "
+            "none after the loop; use issuer=False"
         )
     if s.hand_out and not s.persistent:
         yield f"hand_out={s.hand_out} needs blocks that walk; use persistent={plan.tiles}"

@@ -49,6 +49,9 @@ class MatmulSchedule(Schedule):
             that wait for memory, or share a multiprocessor with another kernel, take fewer. Where
             the GPU hands tiles out (`Target.hands_out`); not measured, so nothing chooses it
             but `tune`.
+        issuer: another warp issues all products, and consumers wait for the last of a tile only,
+            not for every stage. Where accumulators are not their registers (`Target.accumulators`);
+            not measured, so nothing chooses it but `tune`.
         helpers: warps that reduce row statistics or compute the row operand. With 2, the producer
             is in their warpgroup, and 384 threads instead of 512 keep 168 registers each.
         pieces: of each warpgroup in shared memory, on their way to it or to memory: one that comes
@@ -77,6 +80,7 @@ class MatmulSchedule(Schedule):
     joint: bool = False
     persistent: int = 0
     hand_out: bool = False
+    issuer: bool = False
     helpers: int = 4
     bulk_store: bool = False
     pieces: int = 2

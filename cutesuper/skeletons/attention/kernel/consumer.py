@@ -14,7 +14,7 @@ from cutesuper.device.cluster import wait_for_cluster
 from cutesuper.device.fragments import fragment
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.pipeline import Slot
-from cutesuper.device.products import Product, Products
+from cutesuper.device.products import Consumers, Product, Products
 from cutesuper.skeletons.attention.kernel.context import TURN_BARRIER, Known, RowFacts
 from cutesuper.skeletons.attention.kernel.join import Join
 from cutesuper.skeletons.attention.kernel.keys import KeyValues
@@ -32,7 +32,7 @@ class Chain:
             the flag cannot change inside a run-time loop.
         second: of weights and values.
         a, b, v: operands in shared memory: rows, keys, values.
-        products: fp32 accumulators of ``(64, key tile)`` and ``(64, width)``.
+        products: fp32 accumulators of ``(64, key tile)`` and ``(64, width)``, of a warpgroup.
         scores, result: registers for them; those of the result are of all tiles so far.
         weights: the 16-bit first operand, whose numbers are in the registers of ``words`` (Int32).
         state: that of `Scores.start`.
@@ -62,12 +62,15 @@ class Consumer:
         self.k, self.rows, self.key_values = known, rows, key_values
         self.scores = Scores(known, rows, key_values)
         self.join = Join(known, rows)
+        together = known.plan.schedule.together
+        self.warpgroups = Consumers(known.warpgroups, together=together)
         even = known.steps is not None and known.steps % known.key_groups == 0
         #: True if two warpgroups take turns in issuing their products, so that they do not drift
         #: together
         self.turns = (
             known.plan.schedule.overlapped
             and known.warpgroups == 2
+            and not together
             and (known.key_groups == 1 or even)
         )
 
@@ -76,7 +79,8 @@ class Consumer:
         """Walk the key tiles of this warpgroup, then combine and store.
         ``lead`` is its first stage, ``first`` and ``count`` (Int32) are those of the block."""
         k = self.k
-        cores = k.cores.open(here.memory.cores, k.warpgroups, k.plan.product_registers, k.dependent)
+        registers = k.plan.product_registers
+        cores = k.cores.open(here.memory.cores, self.warpgroups, registers, k.dependent)
         chain = self.chain(cores, here)
         keys = (first + lead) * k.key_tile
         steps = (count - lead + k.key_groups - 1) // k.key_groups
@@ -84,7 +88,7 @@ class Consumer:
             self.overlapped(chain, here, lead, keys, steps)
         else:
             self.plain(chain, here, lead, keys, steps)
-        cores.close(k.warpgroups)
+        cores.close()
         if cutlass.const_expr(k.plan.cluster > 1):
             wait_for_cluster()
         if cutlass.const_expr(k.dependent):
@@ -108,7 +112,7 @@ class Consumer:
         k, memory = self.k, here.memory
         fresh, more, second = self.products(cores)
         a = fresh.first(memory.rows)
-        a = a[None, None, None, here.group // k.key_groups]
+        a = a[None, None, None, self.rows.block_of(here.group)]
         b = fresh.second(memory.keys)
         v = second.second(memory.values)
         products = fresh.accumulator(k.key_tile), second.accumulator(k.width)

@@ -2,7 +2,8 @@
 
 Roles of the warps of a block: consumer warpgroups of 64 rows (scores, weights, results in
 registers) and one producer warp (TMA loads). Warpgroups along the keys take stages in turn: while
-one computes exponentials, the tensor cores work for the other.
+one computes exponentials, the tensor cores work for the other. Those along the rows may multiply
+together.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class AttentionKernel:
         """Allocate shared memory: operands, exchange buffers, barriers."""
         alloc = cutlass.memory.SmemAllocator()
         k, join = self.k, self.consumer.join
-        rows = operand(alloc, k.dtype, self.rows.layout(k.row_groups))
+        rows = operand(alloc, k.dtype, self.rows.layout(self.plan.instructions))
         keys, values = (
             operand(alloc, k.dtype, self.producer.layout(n, k.stages)) for n in range(2)
         )
@@ -133,7 +134,7 @@ class AttentionKernel:
         rings = (Ring(k.stages, *pair) for pair in zip(full, empty, strict=True))
         return Memory(
             rows, keys, values, values_of_rows, *values_of_keys, *exchange, *rings,
-            Barriers.allocate(alloc), k.cores.allocate(alloc, k.warpgroups),
+            Barriers.allocate(alloc), k.cores.allocate(alloc, self.consumer.warpgroups),
         )  # fmt: skip
 
     @cute.jit

@@ -9,6 +9,7 @@ TMA load has them all, and a row's index is split again where positions or addre
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import cutlass
@@ -81,10 +82,10 @@ def chunk_of(depth: int) -> int:
 
 @dataclass(frozen=True)
 class QueryRow:
-    """A row in shared memory: of the operand ``rows``, of a row group (of 64 rows)."""
+    """A row in shared memory: of the operand ``rows``, of the rows of an instruction."""
 
     rows: cute.Tensor
-    group: Any
+    block: Any
     row: Any
 
 
@@ -95,8 +96,10 @@ class Rows:
         self.k = known
         self.plan = plan = known.plan
         self.view = plan.view(plan.row_load)
-        self.tile = plan.row_tile
-        self.count = plan.group_rows
+        self.together = plan.schedule.together
+        #: rows of an instruction: their extents, those that exist, and all
+        self.tile, self.count = plan.row_tile, prod(plan.row_tile)
+        self.height = ROW_BLOCK * (1 + self.together)
         self.has_lengths = any(m.lengths is not None for m in plan.masks)
         self.per_thread = 1 if plan.few_rows else 2
         #: the pieces of a row without padding, and their number for each of two threads
@@ -108,15 +111,15 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the TMA loads of all warpgroups bring."""
-        return 2 * self.count * self.k.depth * self.k.row_groups
+        """Bytes that the TMA loads of all rows bring."""
+        return 2 * self.count * self.k.depth * self.plan.instructions
 
-    def layout(self, groups: int) -> cute.ComposedLayout:
-        """Layout of the operand ``[64 rows, inner, group]``, swizzled."""
-        return operand_layout(self.k.dtype, (ROW_BLOCK, self.k.depth), groups, True)
+    def layout(self, count: int) -> cute.ComposedLayout:
+        """Layout of the operands of instructions, ``[64 or 128 rows, inner, count]``, swizzled."""
+        return operand_layout(self.k.dtype, (self.height, self.k.depth), count, True)
 
     def box(self) -> cute.ComposedLayout:
-        """Layout of one warpgroup's rows as a TMA load sees them.
+        """Layout of an instruction's rows as a TMA load sees them.
         A mode for each label, the fastest first, then the inner label."""
         chunk = chunk_of(self.k.depth)
         shape, stride, height = list[Any](), list[Any](), chunk
@@ -125,7 +128,7 @@ class Rows:
             stride.append(height)
             height *= extent
         shape.append((chunk, self.k.depth // chunk))
-        stride.append((1, ROW_BLOCK * chunk))
+        stride.append((1, self.height * chunk))
         outer = cute.make_layout(tuple(shape), stride=tuple(stride))
         return cute.make_composed_layout(self.layout(1).inner, 0, outer)
 
@@ -133,18 +136,18 @@ class Rows:
         return (*reversed(self.tile), self.k.depth)
 
     def atom(self, tensors: list[cute.Tensor]) -> Any:
-        """The TMA load of one warpgroup's rows."""
+        """The TMA load of an instruction's rows."""
         labels = (*reversed(self.plan.rows), self.plan.inner)
         tensor = self.k.matrix(self.view, labels, tensors)
         return tile_atom(tensor, self.box(), self.box_tile())
 
     def partition(self, atom: Any, coord: Any, memory: Memory) -> Any:
-        """One slot for each warpgroup along the rows, and the tiles of the query."""
+        """One slot for each instruction, and the tiles of the query."""
         rank = len(self.tile) + 1
         tiles = cute.local_tile(coord, self.box_tile(), (None,) * cute.rank(coord))
         found = []
-        for g in range(self.k.row_groups):
-            start = memory.rows.iterator + g * ROW_BLOCK * self.k.depth
+        for g in range(self.plan.instructions):
+            start = memory.rows.iterator + g * self.height * self.k.depth
             own = cute.make_tensor(start, self.box().outer)
             found.append(partition(atom, own, tiles, rank))
         return [slot for slot, _ in found], found[0][1]
@@ -153,9 +156,9 @@ class Rows:
     def load(self, load, memory, place):
         """Load the rows of this block."""
         batch = self.k.coordinates(self.view, place)
-        for g in cutlass.range_constexpr(self.k.row_groups):
+        for g in cutlass.range_constexpr(self.plan.instructions):
             slowest, *others = (place.tiles[d] for d in self.plan.rows)
-            slowest = slowest * self.k.row_groups + g
+            slowest = slowest * self.plan.instructions + g
             at = (None, *reversed((slowest, *others)), 0, *batch)
             bulk_load(load.atom, load.tiles[at], load.slots[g], memory.rows_full.only, None)
 
@@ -230,18 +233,25 @@ class Rows:
         return self.begin(place, {**place.batch, **first}, tensors)
 
     def row(self, warp: Any, lane: Any, r: int) -> Any:
-        """Index of a thread's r-th row in its warpgroup's tile, as products assign rows."""
+        """Index of a thread's r-th row among those of its instruction, as products assign rows."""
+        if self.together:
+            return (warp % 4) * 32 + (warp // 4) * 16 + lane // 4 + 8 * r
         return (warp % 4) * 16 + lane // 4 + 8 * r
 
+    def block_of(self, group: Any) -> Any:
+        """The instruction that multiplies the rows of a warpgroup."""
+        return 0 if self.together else group // self.k.key_groups
+
     def positions(self, place: Place, group: Any, row: Any) -> tuple[dict[str, Any], Any]:
-        """Coordinates of a warpgroup's row, and a predicate: true for a row of the tile."""
+        """Coordinates of a row of a warpgroup's instruction.
+        And a predicate: true for a row of the tile."""
         inside = row < self.count
         found = {**place.batch}
         for n, d in reversed(list(enumerate(self.plan.rows))):
             extent = self.tile[n]
             start = place.tiles[d] * self.plan.tile(d)
             if n == 0:
-                start = start + (group // self.k.key_groups) * extent
+                start = start + self.block_of(group) * extent
             found[d] = start + (row % extent if n else row)
             row = row // extent
         return found, inside
@@ -262,14 +272,14 @@ class Rows:
         if cutlass.const_expr(self.prepares):
             if group % self.k.key_groups == 0:
                 self.compute(here)
-            along_rows = group // self.k.key_groups
-            Meeting(ROWS_BARRIER + along_rows, 128 * self.k.key_groups).meet()
+            threads = 128 * self.k.key_groups * (1 + self.together)
+            Meeting(ROWS_BARRIER + self.block_of(group), threads).meet()
         values, begins, limits, at, latest = [], [], [], [], Int32(0)
         for r in cutlass.range_constexpr(self.per_thread):
             row = self.row(here.warp, here.lane, r)
             own = []
             for n in cutlass.range_constexpr(len(self.plan.row_values)):
-                slot = self.slot(n, group // self.k.key_groups, row)
+                slot = self.slot(n, self.block_of(group), row)
                 own.append(element(memory.row_values, slot))
             values.append(own)
             positions, _ = self.positions(place, group, row)
@@ -296,22 +306,24 @@ class Rows:
                 end = cutlass.min(end, length)
         return end
 
-    def slot(self, n: int, row_group: Any, row: Any) -> Any:
+    def slot(self, n: int, block: Any, row: Any) -> Any:
         """Index of the n-th value of a row in shared memory."""
-        return (n * self.k.row_groups + row_group) * ROW_BLOCK + row
+        return (n * self.plan.instructions + block) * self.height + row
 
     @cute.jit
     def compute(self, here):
         """Compute reductions and values with two threads per row, then rewrite the row."""
-        row_group = here.group // self.k.key_groups
-        own = QueryRow(here.memory.rows, row_group, here.member // 2)
+        block, row = self.block_of(here.group), here.member // 2
+        if cutlass.const_expr(self.together):
+            row += here.group * ROW_BLOCK
+        own = QueryRow(here.memory.rows, block, row)
         half = here.member % 2
         totals = {r.value: self.reduce(own, half, r) for r in self.plan.row_reductions}
         values = {}
         for n, (operation, e) in enumerate(self.plan.row_values.items()):
             value = Float32(e.evaluate([totals[i] for i in e.leaves], self.k.math))
             values[operation] = value
-            slot = here.memory.row_values + self.slot(n, row_group, own.row)
+            slot = here.memory.row_values + self.slot(n, own.block, own.row)
             if half == 0:
                 put(slot, value)
         if cutlass.const_expr(self.plan.prologue is not None):
@@ -364,8 +376,8 @@ class Rows:
         chunk = chunk_of(self.k.depth)
         per = chunk // PIECE
         inside = byte_piece(self.k.depth, piece % per, own.row)
-        base = own.group * (ROW_BLOCK * self.k.depth)
-        offset = base + ((piece // per) * ROW_BLOCK + own.row) * chunk + inside * PIECE
+        base = own.block * (self.height * self.k.depth)
+        offset = base + ((piece // per) * self.height + own.row) * chunk + inside * PIECE
         pointer = cute.recast_ptr(own.rows.iterator, dtype=self.k.dtype)
         return neighbours(pointer + cute.assume(offset, divby=PIECE), PIECE)
 

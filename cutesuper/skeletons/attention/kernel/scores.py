@@ -84,7 +84,7 @@ class Scores:
         state = fragment(6)
         for r in range(2):
             row = self.query.row(warp, lane, r)
-            state[2 * r] = choose(row < self.plan.group_rows, LOWEST, float("inf"))
+            state[2 * r] = choose(row < self.query.count, LOWEST, float("inf"))
             state[2 * r + 1] = 0.0
             state[4 + r] = 1.0
         return state

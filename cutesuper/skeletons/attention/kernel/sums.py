@@ -21,6 +21,7 @@ from cutesuper.device.launch import (
 )
 from cutesuper.device.memory import ask_for_descriptors, operand
 from cutesuper.device.pipeline import Ring
+from cutesuper.device.products import Consumers
 from cutesuper.skeletons.attention.kernel.sums_consumer import SumsConsumer, SumsThread
 from cutesuper.skeletons.attention.kernel.sums_place import Places
 from cutesuper.skeletons.attention.kernel.sums_producer import SumsMemory, SumsProducer
@@ -98,5 +99,5 @@ class SumsKernel:
         empty = Barriers.allocate(alloc, stages, 4 * plan.schedule.row_groups)
         ring = Ring(stages, full, empty)
         rows_full = Barriers.allocate(alloc)
-        cores = self.places.cores.allocate(alloc, plan.schedule.row_groups)
+        cores = self.places.cores.allocate(alloc, Consumers(plan.schedule.row_groups))
         return SumsMemory(operands[:count], operands[count:], vectors, ring, rows_full, cores)

@@ -13,7 +13,7 @@ from cutesuper.device.barriers import Meeting, fence_warp
 from cutesuper.device.fragments import PIECE, fetched, filled, fragment, stored
 from cutesuper.device.math import choose
 from cutesuper.device.memory import neighbours, one, operand_layout, put
-from cutesuper.device.products import Product, Products
+from cutesuper.device.products import Consumers, Product, Products
 from cutesuper.ir.operators.base import CONSTANT, LARGEST, lookup
 from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER
 from cutesuper.skeletons.attention.kernel.rows import byte_piece, chunk_of
@@ -114,7 +114,7 @@ class SumsConsumer:
         """Walk over the tiles of a block, then store."""
         ring, plan = thread.memory.ring, self.plan
         cores = self.cores.open(
-            thread.memory.cores, plan.schedule.row_groups, plan.product_registers,
+            thread.memory.cores, Consumers(plan.schedule.row_groups), plan.product_registers,
             plan.schedule.dependent_launch,
         )  # fmt: skip
         r = self.registers(cores, thread)
@@ -149,7 +149,7 @@ class SumsConsumer:
         if span.total > 0:
             for accumulator, result in zip(r.sums, r.results, strict=True):
                 cores.add(accumulator, result)
-        cores.close(plan.schedule.row_groups)
+        cores.close()
         self.store(r, rows, thread)
 
     # ------------------------------------------------------------------------------- preparation

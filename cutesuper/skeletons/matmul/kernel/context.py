@@ -101,6 +101,16 @@ class Known:
         """Index of the producer warp."""
         return self.consumers + self.helpers
 
+    @property
+    def issuer(self) -> int:
+        """Index of the issuer, behind the producer and the copiers."""
+        return self.producer + 1 + self.plan.copiers
+
+    @property
+    def readers(self) -> int:
+        """Arrivals that give back a stage whose products are done."""
+        return 1 if self.plan.schedule.issuer else self.consumers
+
     def block(self, i: int, warp: Any) -> Any:
         """The ``i``-th block of columns of a consumer warp's warpgroup."""
         group = warp // 4

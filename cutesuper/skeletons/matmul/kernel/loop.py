@@ -1,8 +1,9 @@
 """The matmul mainloop as a traced kernel: walks a `MatmulPlan`, calls the blocks of ``device/``.
 
 Roles of the warps of a block: consumers (products, then the epilogue), helpers (row statistics and
-the prologue of the row operand), one producer (TMA loads). Everything that depends on the plan is
-decided while tracing; only the ring and the tails are run-time control flow.
+the prologue of the row operand), one producer (TMA loads); where it is asked for, an issuer
+(products in place of the consumers). Everything that depends on the plan is decided while tracing;
+only the ring and the tails are run-time control flow.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from cutesuper.skeletons.matmul.kernel.consumer import Consumer
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory, Tile
 from cutesuper.skeletons.matmul.kernel.copies import Copies
 from cutesuper.skeletons.matmul.kernel.epilogue import Epilogue
+from cutesuper.skeletons.matmul.kernel.issuer import Issuer
 from cutesuper.skeletons.matmul.kernel.leaves import Leaves
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.producer import Producer
@@ -59,6 +61,7 @@ class MatmulKernel:
         self.producer = Producer(known, sharing, walk, self.tails)
         self.copies = Copies(known)
         self.consumer = Consumer(known, sharing, walk, self.tails, self.epilogues)
+        self.issuer = Issuer(known, sharing, walk, self.consumer.mainloop)
         #: True if blocks wait for each other before they use each other's shared memory
         self.grouped = plan.cluster_size > 1 or sharing.active
 
@@ -157,6 +160,9 @@ class MatmulKernel:
                     if warp <= k.producer + self.plan.copiers:
                         thread = tidx - 32 * (k.producer + 1)
                         self.copies.run(Here(memory, tensors, thread, warp, lane, tile))
+                if cutlass.const_expr(self.plan.schedule.issuer):
+                    if warp == k.issuer:
+                        self.issuer.run(Here(memory, tensors, tidx, warp, lane, tile))
                 if cutlass.const_expr(self.plan.cluster_size > 1):
                     wait_for_cluster()
             elif cutlass.const_expr(k.helpers > 0):
@@ -214,13 +220,15 @@ class MatmulKernel:
         statistics = floats(len(plan.statistics) * k.cluster * k.m)
         row_values = floats(len(plan.row_values) * k.m)
         pieces, pieces_full = self.tile_store.allocate(alloc)
-        readers = (k.consumers + k.helpers) * self.sharing.parts
+        readers = (k.readers + k.helpers) * self.sharing.parts
         full = Barriers.allocate(alloc, k.stages, 1 + self.copies.stage_warps)
         ring = Ring(k.stages, full, Barriers.allocate(alloc, k.stages, readers))
         ready = Barriers.allocate(alloc, k.stages, k.helpers)
         received, reduced = Barriers.allocate(alloc), Barriers.allocate(alloc)
         drained = (
-            Barriers.allocate(alloc, 1, readers * k.cluster) if plan.exchange_in_ring else None
+            Barriers.allocate(alloc, 1, (k.consumers + k.helpers) * k.cluster)
+            if plan.exchange_in_ring
+            else None
         )
         warps = 1 + self.copies.after_warps
         after_full = Barriers.allocate(alloc, 1, warps) if plan.tails else None
@@ -230,7 +238,7 @@ class MatmulKernel:
             hidden, columns, rows, vectors, vector_rows, low_rows, partials, statistics, row_values,
             pieces, pieces_full, ring, ready, drained, received, reduced, after_full, warp_sums,
             block_sums, Barriers.allocate(alloc, count) if count else None,
-            self.copies.allocate(alloc), k.cores.allocate(alloc, k.warpgroups, self.sharing.joint),
+            self.copies.allocate(alloc), k.cores.allocate(alloc, self.consumer.mainloop.consumers),
             self.walk.allocate(alloc),
         )  # fmt: skip
 

@@ -171,9 +171,19 @@ class Producer:
                 def visit(step, at):
                     return self.load_tile(loads, memory, self.walk.tile(step, here.tensors), at, 0)
 
-                self.walk.each(here, visit, at, True)
+                at = self.walk.each(here, visit, at, True)
             else:
-                self.load_tile(loads, memory, tile, at, 0)
+                at = self.load_tile(loads, memory, tile, at, 0)
+            if cutlass.const_expr(self.k.plan.schedule.issuer and self.sharing.active):
+                self.settle(memory.ring, at)
+
+    @cute.jit
+    def settle(self, ring, at):
+        """Wait until all stages have been given back.
+        Products of other blocks do so, which must not arrive after the end of this one."""
+        for _ in cutlass.range(self.k.stages, unroll=1):
+            ring.wait_empty(at)
+            at = ring.next(at)
 
     @cute.jit
     def load_tile(self, loads, memory, tile, at, first: cutlass.Constexpr):

@@ -76,7 +76,7 @@ class Walk:
 
     def allocate(self, alloc: cutlass.memory.SmemAllocator) -> Handout | None:
         """Allocate the answers that all warps of a block read; None if tiles are not handed out."""
-        warps = self.k.producer + 1
+        warps = self.k.producer + 1 + self.k.plan.schedule.issuer
         return Handout.allocate(alloc, warps, self.sharing.blocks) if self.hands_out else None
 
     @cute.jit
