@@ -109,7 +109,7 @@ class Rows:
     @property
     def bytes(self) -> int:
         """Bytes that the TMA loads of all warpgroups bring."""
-        return 2 * self.count * self.k.depth * self.k.row_groups
+        return self.plan.element_bytes * self.count * self.k.depth * self.k.row_groups
 
     def layout(self, groups: int) -> cute.ComposedLayout:
         """Layout of the operand ``[64 rows, inner, group]``, swizzled."""
