@@ -1,8 +1,8 @@
 """The copier warps of the matmul loop: tiles of operands that bulk loads cannot address.
 
 Words of several stages are on their way at any time. A warp shifts the words that it has asked for,
-so that no other warp waits for them. The tensor cores read what it has written through another proxy, so
-it fences before it says that its part of a stage is there.
+so that no other warp waits for them. The tensor cores read what it has written through another
+proxy, so it fences before it says that its part of a stage is there.
 """
 
 from __future__ import annotations
