@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutesuper.device.products import Product
-from cutesuper.skeletons.matmul.kernel.context import Known, Step
+from cutesuper.skeletons.matmul.kernel.context import Known, Memory
 from cutesuper.skeletons.matmul.kernel.epilogue import Epilogue
 from cutesuper.skeletons.matmul.kernel.gathered import GatheredProducts
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
@@ -88,9 +88,12 @@ class Consumer:
                 cores.begin()
                 with cores.issue():
                     for kk in cutlass.range_constexpr(k.k // k.plan.step):
-                        step = Step(memory, b, at.stage, kk, group)
-                        self.multiply(product, accumulators, vectors, step)
-                        self.tails.multiply_stage(along_hidden, hidden, step)
+                        self.multiply(
+                            product, accumulators, vectors, memory, b, at.stage, kk, group
+                        )
+                        self.tails.multiply_stage(
+                            along_hidden, hidden, memory, b, at.stage, kk, group
+                        )
                 cores.end()
             # one group of products stays in flight: waiting for this stage's own costs 0.2 us
             cores.wait(1)
@@ -116,22 +119,29 @@ class Consumer:
         return at
 
     def multiply(
-        self, product: Product, accumulators: Any, vectors: VectorConsumer, step: Step
+        self,
+        product: Product,
+        accumulators: Any,
+        vectors: VectorConsumer,
+        memory: Memory,
+        b: cute.Tensor,
+        stage: Any,
+        kk: int,
+        group: Any,
     ) -> None:
         """Issue one step for the products of the columns.
 
         ``accumulators`` are those of ``(64, rows)``, by product and block of 64 columns, or of
         ``(128, rows)``, by two blocks.
         """
-        k, both, columns = self.k, self.k.together, step.memory.columns
-        if both > 1:
-            columns = self.main.doubled(columns, k.dtype)
+        k, both = self.k, self.k.together
+        columns = memory.columns if both == 1 else self.main.doubled(memory.columns, k.dtype)
         for w, (_, final) in enumerate(k.plan.products):
             a = product.first(columns)
             for i in range(self.per_group // both):
-                slot = step.stage * (self.main.boxes // both) + w * (k.blocks // both)
-                slot = slot + step.group + k.warpgroups * i
+                slot = stage * (self.main.boxes // both) + w * (k.blocks // both)
+                slot = slot + group + k.warpgroups * i
                 acc = accumulators[k.plan.finals[final]][i]
-                row = k.row_step(step.rows, step.stage, step.number)
-                product.multiply(acc, a[None, None, step.number, slot], row)
-                vectors.multiply(w, i, step.number, slot, step.stage)
+                row = k.row_step(b, stage, kk)
+                product.multiply(acc, a[None, None, kk, slot], row)
+                vectors.multiply(w, i, kk, slot, stage)

@@ -303,25 +303,6 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step along the contracted label, of an instruction's depth.
-
-    Attributes:
-        memory: of the block.
-        rows: the row operand of all stages, as instructions read it.
-        stage: of the ring.
-        number: of the step in the stage.
-        group: index of the warpgroup.
-    """
-
-    memory: Memory
-    rows: cute.Tensor
-    stage: Any
-    number: int
-    group: Any
-
-
-@dataclass(frozen=True)
 class Loads:
     """The bulk loads of a block: by operand the TMA atom, the slots, and the tiles.
     Slots in shared memory, tiles of the tensor."""

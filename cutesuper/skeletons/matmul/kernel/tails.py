@@ -19,7 +19,7 @@ from cutesuper.device.fragments import filled
 from cutesuper.device.memory import EVICT_LAST, bulk_load, operand, tile_atom
 from cutesuper.device.products import Product, Products
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
-from cutesuper.skeletons.matmul.kernel.context import Known, Step
+from cutesuper.skeletons.matmul.kernel.context import Known, Memory
 from cutesuper.skeletons.matmul.kernel.leaves import Leaves
 from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
 
@@ -114,17 +114,27 @@ class Tails:
             for tail, product in zip(self.multiplied, products, strict=True)
         ]
 
-    def multiply_stage(self, products: list[Product], inner: Any, step: Step) -> None:
-        """Issue one step of the loop, for the products along hidden labels."""
+    def multiply_stage(
+        self,
+        products: list[Product],
+        inner: Any,
+        memory: Memory,
+        b: cute.Tensor,
+        stage: Any,
+        kk: int,
+        group: Any,
+    ) -> None:
+        """Issue one k-step of 16 of the loop, for the products along hidden labels."""
         k = self.k
         for t, (tail, product) in enumerate(zip(self.multiplied, products, strict=True)):
-            a = product.first(step.memory.hidden.inner_read[t])
+            a = product.first(memory.hidden.inner_read[t])
             for p in range(len(tail.products)):
                 for i in range(tail.blocks // k.warpgroups):
-                    slot = step.stage * len(tail.products) * tail.blocks + p * tail.blocks
-                    slot = slot + step.group + k.warpgroups * i
-                    row = k.row_step(step.rows, step.stage, step.number)
-                    product.multiply(inner[t][p][i], a[None, None, step.number, slot], row)
+                    slot = stage * len(tail.products) * tail.blocks + p * tail.blocks
+                    slot = slot + group + k.warpgroups * i
+                    acc = inner[t][p][i]
+                    row = k.row_step(b, stage, kk)
+                    product.multiply(acc, a[None, None, kk, slot], row)
 
     @cute.jit
     def run(self, cores, products, accumulators, inner, here):
