@@ -124,7 +124,7 @@ def _other_extents(
     """The structure of a kernel at the extents that the cost model prefers, cheapest first."""
     setting = Setting(target, mugraph.tensors)
     for skeleton in SKELETONS:
-        if (found := skeleton.restructured(step.program)) is not None:
+        if (found := skeleton.restructured(step.program, setting)) is not None:
             for s in cheapest(skeleton.sizes(*found, setting, Counter()), EXTENTS):
                 yield s.program, s.cost
             return

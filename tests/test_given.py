@@ -90,3 +90,12 @@ def test_what_no_skeleton_runs_is_refused_with_the_reason_of_its_own_extents() -
     graph, mu = norm_linear(24, looped=False)
     with pytest.raises(LoweringError, match="kernel k0"):
         cs.compile_mugraph(graph, mu, target="h200")
+
+
+def test_other_extents_are_those_of_its_element_type() -> None:
+    """A stage of fp32 operands has half as many elements along the contracted label."""
+    _, mu = norm_linear(24)
+    wide = {name: replace(t, dtype=cs.float32) for name, t in mu.tensors.items()}
+    for tensors, depth in ((mu.tensors, 64), (wide, 32)):
+        found = given._other_extents(mu.steps[0], replace(mu, tensors=tensors), cs.H200)
+        assert min(p.tile["K"] for p, _ in found) == depth

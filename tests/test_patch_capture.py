@@ -35,7 +35,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(decoding, "KERNEL_DEVICES", {"cpu"})
     monkeypatch.setattr(fused, "KERNEL_DEVICES", {"cpu"})
     monkeypatch.setattr(fused, "_programs", Kept())
-    monkeypatch.setattr(fused, "superoptimize", lambda call, *_, **__: call)
+    monkeypatch.setattr(fused, "superoptimize_callable", lambda call, *_, **__: call)
 
     @contextmanager
     def captured() -> Iterator[None]:

@@ -76,7 +76,7 @@ def found(programs: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return program
 
-    monkeypatch.setattr(fused, "superoptimize", superoptimize)
+    monkeypatch.setattr(fused, "superoptimize_callable", superoptimize)
     return called
 
 
@@ -178,7 +178,7 @@ def test_threads_do_not_take_products_of_others(found: list[str]) -> None:
 def test_programs_that_are_refused(found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(1, 2, 32)
-    superoptimize = fused.superoptimize
+    superoptimize = fused.superoptimize_callable
 
     def wrong(call: Any, inputs: Any, **options: Any) -> Any:
         program = superoptimize(call, inputs, **options)
@@ -191,7 +191,7 @@ def test_programs_that_are_refused(found: list[str], monkeypatch: pytest.MonkeyP
         expected = model(x)
         cases = ((wrong, "cutesuper computes something else"), (none, "nothing was found"))
         for make, why in cases:
-            monkeypatch.setattr(fused, "superoptimize", make)
+            monkeypatch.setattr(fused, "superoptimize_callable", make)
             monkeypatch.setattr(fused, "_programs", Kept())
             with cs.patch(model):
                 for _ in range(2):

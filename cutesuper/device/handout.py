@@ -5,7 +5,7 @@ if there is one, it will not be started, and the cluster that has asked does its
 that get on well take more tiles, and those of a multiprocessor that another kernel occupies none.
 
 All blocks of a cluster get the same answer: 16 bytes in shared memory, on a ring whose readers give
-answers back as they give back operands. Nobody may ask again after "none is left".
+answers back as they give back operands. No block may ask again after "none is left".
 
 Source: NVIDIA, Parallel Thread Execution ISA 8.8, clusterlaunchcontrol.
 """

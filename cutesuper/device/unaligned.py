@@ -18,6 +18,9 @@ from cutlass.cutlass_dsl import dsl_user_op, select_
 from cutesuper.device.fragments import PIECE, fetched, fragment, words_of
 from cutesuper.device.memory import neighbours
 
+#: bytes of a word, the most that one asynchronous copy takes
+WORD_BYTES = 16
+
 
 @dsl_user_op
 def copy_word(
@@ -26,7 +29,7 @@ def copy_word(
     """Copy the first ``count`` bytes of a word into shared memory, and zeros behind them.
     The word is there after `wait_for_words`, for the warp that has asked for it."""
     nvvm.cp_async_shared_global(
-        target.to_llvm_ptr(loc=loc, ip=ip), source.to_llvm_ptr(loc=loc, ip=ip), 2 * PIECE,
+        target.to_llvm_ptr(loc=loc, ip=ip), source.to_llvm_ptr(loc=loc, ip=ip), WORD_BYTES,
         nvvm.LoadCacheModifierKind.CG, cp_size=Int32(count).ir_value(loc=loc, ip=ip),
         loc=loc, ip=ip,
     )  # fmt: skip

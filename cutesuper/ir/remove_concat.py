@@ -258,7 +258,7 @@ def _aligned(args: list[Cuts], rank: int) -> Cuts:
 
 def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[Use]]:
     """Terms that make up a box of a node: the parts of the operands for each summand.
-    Of a maximum, for each candidate."""
+    For a maximum there is one list for each candidate."""
     node = graph.nodes[i]
     operator = lookup(node.operator)
     if node.operator == INPUT:

@@ -46,7 +46,7 @@ def _fastest(target: Target) -> float:
 
 def _moved(region: Region) -> float:
     """Bytes of the tensors, each read or written once.
-    Of tensors in pages nobody knows how much is read."""
+    Tensors in pages are left out: their number of pages is not known."""
     pages = {i for i, _ in region.pages}
     read = [(s, t) for i, (s, t) in enumerate(zip(region.inputs, region.input_dtypes, strict=True))
             if i not in pages]  # fmt: skip

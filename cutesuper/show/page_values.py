@@ -50,7 +50,7 @@ def _tensor_note(drawing: BlockDrawing, key: Key) -> Html:
         "Shared out": drawing.shared_out(key),
     }
     if t.constant:
-        facts["Constant"] = "nobody writes it meanwhile: it may be loaded early"
+        facts["Constant"] = "not written meanwhile: it may be loaded early"
     if writers:
         facts["Written by"] = ", ".join(writers)
     if readers:

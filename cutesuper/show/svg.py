@@ -1,7 +1,7 @@
 """A muGraph as a picture: the drawings of its kernels one below the other, in one SVG document.
 
 The drawings are those of pages (`cutesuper.show.page_block`). A picture has no style sheet and
-nobody points at it: the colours that the style sheet of pages gives to classes are attributes here.
+no pointer: the colours that the style sheet of pages gives to classes are attributes here.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class Plan(ABC, Generic[Knobs]):
     @cached_property
     def moved_bytes(self) -> int:
         """Bytes that device memory must read and write: each tensor once.
-        Of a tensor that is read or written through an index, the rows that it names."""
+        Tensors that are read or written through an index count with the rows that it names."""
         taken = {
             op.attributes["tensor"]: prod(extent(self.program.dims[d]) for d in op.dims)
             for op in (*self.program.loads(), *self.program.stores())
@@ -424,7 +424,9 @@ class Skeleton(ABC):
             LoweringError: the structure is one that the skeleton cannot run, at any extents.
         """
 
-    def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
+    def restructured(
+        self, program: BlockProgram, setting: Setting
+    ) -> tuple[BlockProgram, Form] | None:
         """A given program without extents, to be sized again.
         None if they are part of its meaning."""
         return None

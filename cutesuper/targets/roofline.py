@@ -46,7 +46,7 @@ def baseline(graph: KernelGraph, target: Target) -> Baseline:
 
 
 def eager(graph: KernelGraph, target: Target) -> Baseline:
-    """The same of PyTorch's kernels without a compiler: one for each operator."""
+    """The baseline of PyTorch without a compiler: a kernel for each operator."""
     return _priced(graph, target, [{i} for group in _groups(graph) for i in group])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cutesuper.runtime.cache import ROOT_VARIABLE
 from tests.fake_runtime import build_fake_runtime, cuda_tensor
 from tests.ptx.parse import Instruction, Module, PtxError, parse
 
@@ -303,15 +305,20 @@ class _Launch(ctypes.Structure):
 
 @functools.cache
 def _machine() -> ctypes.CDLL:
-    folder = tempfile.mkdtemp(prefix="cutesuper-ptx-")
-    path = Path(folder) / "machine.so"
-    command = ["gcc", *_FLAGS, str(_FOLDER / "machine.c"), "-o", str(path), "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(path))
-    path.unlink()
-    os.rmdir(folder)
-    return library
+    """The machine. Compiling takes 2 s: processes with one cache folder, as those of a run of the
+    tests, share it."""
+    source = _FOLDER / "machine.c"
+    with tempfile.TemporaryDirectory(prefix="cutesuper-ptx-") as folder:
+        shared = Path(os.environ.get(ROOT_VARIABLE) or folder)
+        path = shared / f"machine-{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}.so"
+        if not path.exists():
+            shared.mkdir(parents=True, exist_ok=True)
+            made = path.with_suffix(f".{os.getpid()}")
+            command = ["gcc", *_FLAGS, str(source), "-o", str(made), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            made.replace(path)
+        return ctypes.CDLL(str(path))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from math import gcd
 from cutesuper.ir.dims import ceil_div
 from cutesuper.skeletons.base import View
 
+#: what is copied is counted in 16-bit elements; those of fp32 are two of them
+HALF_BYTES = 2
 #: 16-bit elements of a piece, and of a segment
 PIECE, SEGMENT = 8, 64
 #: segments of a turn, and the bytes that it brings
@@ -79,7 +81,7 @@ class CopiedTile:
     @property
     def bytes(self) -> int:
         """Bytes in shared memory."""
-        return 2 * SEGMENT * self.segments
+        return HALF_BYTES * SEGMENT * self.segments
 
     @property
     def turns(self) -> int:

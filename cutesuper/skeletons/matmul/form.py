@@ -33,7 +33,7 @@ from cutesuper.ir.dims import Dim, Symbol, ceil_div
 from cutesuper.ir.dims import extent as dim_extent
 from cutesuper.ir.dtypes import DType
 from cutesuper.skeletons.form import check_reductions
-from cutesuper.skeletons.matmul.copies import PIECE
+from cutesuper.skeletons.matmul.copies import HALF_BYTES, PIECE
 from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, FEW_ROWS, MAX_HIDDEN
 from cutesuper.targets import Target
 
@@ -67,7 +67,7 @@ class MatmulForm:
         turned: True if the rows lie side by side in memory, X stored (K, M): nothing but products
             reads them then.
         few_tiles: True if the grid may divide the contracted label too, see `_has_few_tiles`.
-        element_bytes: of the operands.
+        element_bytes: of the operands; of 16 bits until they are known.
     """
 
     row: str
@@ -80,7 +80,7 @@ class MatmulForm:
     beside: tuple[str, ...] = ()
     turned: bool = False
     few_tiles: bool = False
-    element_bytes: int = 2
+    element_bytes: int = HALF_BYTES
 
     @property
     def columns(self) -> frozenset[str]:

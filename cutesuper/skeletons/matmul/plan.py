@@ -33,6 +33,7 @@ from cutesuper.skeletons.base import (
     view_of,
 )
 from cutesuper.skeletons.matmul.copies import (
+    HALF_BYTES,
     PIECE,
     TURN_BYTES,
     CopiedTile,
@@ -322,7 +323,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     @structural
     def halves(self) -> int:
         """The same in 16 bits."""
-        return self.element_bytes // 2
+        return self.element_bytes // HALF_BYTES
 
     @structural
     def chunk(self) -> int:
@@ -635,7 +636,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @cached_property
     def copied_after(self) -> dict[int, CopiedTile]:
-        """The same of the products after the loop."""
+        """The tiles of the products after the loop that threads copy, by operation."""
         tails = [t for t in self.tails if t.load in self.copied]
         column = self.column, self.tile[1]
         return {

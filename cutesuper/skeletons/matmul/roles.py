@@ -47,7 +47,7 @@ from cutesuper.skeletons.operands import (
 class Roles:
     """Assigns every operation of a block program its role in the matmul loop.
 
-    Of the extents, only those of the tile matter, and only for which side has the rows.
+    Only extents of the tile matter, and they only for which side has the rows.
 
     Args:
         step: the kernel.

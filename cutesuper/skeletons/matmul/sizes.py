@@ -16,6 +16,7 @@ from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.skeletons.base import arguments_of
 from cutesuper.skeletons.cost import MIN_STAGES, Setting, Sized, resize
+from cutesuper.skeletons.matmul.copies import HALF_BYTES
 from cutesuper.skeletons.matmul.cost import price
 from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.matmul.plan import (
@@ -145,7 +146,7 @@ def _matmul_tiles(
     rows = extent(structure.dims[form.row])
     between = sum(COLUMN_BLOCK * ceil_div(n, COLUMN_BLOCK) for n in hidden.values())
     widths, depths = (SETTINGS.choose(target, d)["tiles"] for d in ("columns", "depth"))
-    depths = [d * 2 // form.element_bytes for d in depths]
+    depths = [d * HALF_BYTES // form.element_bytes for d in depths]
     for row in _row_tiles(form, rows, between + min(widths), target):
         for columns in widths:
             for inner in depths:

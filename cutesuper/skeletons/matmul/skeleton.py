@@ -89,7 +89,9 @@ class Matmul(Skeleton):
         """See `matmul.sizes.matmul_sizes`."""
         return matmul_sizes(structure, form, setting, pruned)
 
-    def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
+    def restructured(
+        self, program: BlockProgram, setting: Setting
+    ) -> tuple[BlockProgram, Form] | None:
         """Rows and columns of the first product; the contracted label keeps its axes."""
         reduced = single_reduction(program)
         products = [op for op in program.ops if op.facets.contracts]
@@ -103,7 +105,11 @@ class Matmul(Skeleton):
         beside = tuple(d for d in program.alternatives if d != columns[-1])
         batch = [d for d in program.dims if d not in (rows[-1], columns[-1], *reduced, *beside)]
         kinds = dict.fromkeys(program.dims, (AxisKind.GRID,)) | {reduced[0]: own}
-        form = MatmulForm(rows[-1], columns[-1], reduced[0], tuple(batch), beside=beside)
+        loaded = next(op for op in program.loads() if reduced[0] in op.dims)
+        form = MatmulForm(
+            rows[-1], columns[-1], reduced[0], tuple(batch), beside=beside,
+            element_bytes=setting.itemsizes[loaded.attributes["tensor"]],
+        )  # fmt: skip
         return unsized(program, kinds), form
 
     def runs(self, step: KernelStep) -> bool:

@@ -68,7 +68,7 @@ def _visited(plan: RowLoopPlan, target: Target) -> Cost:
     blocks = busy_walkers * plan.outer_count * plan.parts
     # blocks whose share of the rows is smaller wait for the others
     share = most * busy_walkers / plan.row_count
-    waves = ceil_div(blocks, target.sms)  # one, unless blocks wait for nobody
+    waves = ceil_div(blocks, target.sms)  # one, unless blocks do not wait
     if waves > 1:
         share *= waves * target.sms / blocks
         blocks = target.sms

@@ -150,7 +150,7 @@ def _slots(
     structure: BlockProgram, form: PersistentForm, setting: Setting, cluster: int, width: int
 ) -> int:
     """Number of blocks (or clusters) that may share the visited rows, so that all run at once.
-    One that has all rows of its columns waits for nobody, so there is one always."""
+    One that has all rows of its columns waits for no other, so there is always one."""
     others = prod(extent(structure.dims[d]) for d in form.rows - {form.visited})
     strips = 1 if form.clustered else ceil_div(extent(structure.dims[form.row]), width)
     slots = setting.target.clusters.get(cluster, 0) // (others * strips)

@@ -56,7 +56,9 @@ class Rows(Skeleton):
         sizes = cluster_sizes if form.clustered else row_sizes
         return sizes(structure, form, setting, pruned)
 
-    def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
+    def restructured(
+        self, program: BlockProgram, setting: Setting
+    ) -> tuple[BlockProgram, Form] | None:
         """Rows along the reduced label or the last one, if all axes are grid axes."""
         reduced = single_reduction(program)
         if not reduced and reduced is not None:

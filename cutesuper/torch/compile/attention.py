@@ -348,7 +348,7 @@ def without_seeds(graph: fx.Graph) -> None:
     """Let the passes of attention that drops nothing share no state of a generator.
 
     before: the forward pass returns the state that its operator has made, for the backward pass;
-    after: it returns zeros, which nobody reads, and the operator may be replaced by a kernel.
+    after: it returns zeros, which are not read, and the operator may be replaced by a kernel.
     """
     for node in list(graph.nodes):
         parent: Any = node.args[0] if node.target is getitem else None

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutesuper.api import superoptimize
 from cutesuper.errors import CacheError, CutesuperError
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.measure import CudaDevice, called_us, device_us
 from cutesuper.runtime.cache import warn_once
 from cutesuper.runtime.kernel import bucket_of
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept, is_capturing, refuse_capture
+from cutesuper.torch.compile.trace import superoptimize_callable
 from cutesuper.torch.patch.probing import Failed, within_rule
 from cutesuper.torch.patch.report import refused
 from cutesuper.torch.patch.usual_calls import MOST_POSITIONS, is_usual
@@ -108,7 +108,7 @@ def _found(function: Function, inputs: list[Tensor]) -> Found:
     rows = torch.export.Dim("rows", max=MOST_ROWS)
     # torch.export treats an extent of one row as a constant
     dynamic = None if len(inputs[0]) == 1 else ({0: rows}, (None,) * (len(inputs) - 1))
-    program = superoptimize(function.__call__, inputs, dynamic_shapes=dynamic)
+    program = superoptimize_callable(function.__call__, inputs, dynamic_shapes=dynamic)
     theirs = function(*inputs)
     exact = function(*[t.double() for t in inputs])
     for a, b, c in zip(program(*inputs), exact, theirs, strict=True):

@@ -28,7 +28,9 @@ class Producer:
             {plan.columns: known.width, plan.keys: known.key_tile},
         )
         #: bytes of a stage
-        self.bytes = tuple(2 * known.key_tile * n for n in (known.depth, known.width))
+        self.bytes = tuple(
+            plan.element_bytes * known.key_tile * n for n in (known.depth, known.width)
+        )
 
     # ------------------------------------------------------------------------------------ host
 

@@ -112,7 +112,7 @@ class Rows:
     @property
     def bytes(self) -> int:
         """Bytes that the TMA loads of all rows bring."""
-        return 2 * self.count * self.k.depth * self.plan.instructions
+        return self.plan.element_bytes * self.count * self.k.depth * self.plan.instructions
 
     def layout(self, count: int) -> cute.ComposedLayout:
         """Layout of the operands of instructions, ``[64 or 128 rows, inner, count]``, swizzled."""

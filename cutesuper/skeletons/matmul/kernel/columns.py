@@ -99,7 +99,9 @@ class ColumnGroup:
         else:
             shape = ((8, columns // 8), (64, k // 64), boxes)
             stride = ((64, 512), (1, 64 * w), w * k)
-        inner = swizzle(dtype, 2 * w if self.column_major else 128, not self.column_major)
+        inner = swizzle(
+            dtype, w * dtype.width // 8 if self.column_major else 128, not self.column_major
+        )
         return cute.make_composed_layout(inner, 0, cute.make_layout(shape, stride=stride))
 
 

@@ -1,8 +1,8 @@
 """The copier warps of the matmul loop: tiles of operands that bulk loads cannot address.
 
-Words of several stages are on their way at any time. A warp shifts what it has asked for itself, so
-that nobody else waits for it. The tensor cores read what it has written through another proxy, so
-it fences before it says that its part of a stage is there.
+Words of several stages are on their way at any time. A warp shifts the words that it has asked for,
+so that no other warp waits for them. The tensor cores read what it has written through another
+proxy, so it fences before it says that its part of a stage is there.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from cutesuper.device.memory import neighbours
 from cutesuper.device.tf32 import rounded_all
 from cutesuper.device.unaligned import copy_word, end_words, shifted, wait_for_words
 from cutesuper.skeletons.matmul.copies import (
+    HALF_BYTES,
     PIECE,
     SEGMENT,
     TURN,
@@ -136,7 +137,7 @@ class Copies:
         """Allocate shared memory for words; None without any."""
         if not self.room:
             return None
-        count = self.warps * self.room * TURN_BYTES // 2
+        count = self.warps * self.room * TURN_BYTES // HALF_BYTES
         return alloc.allocate_array(self.dtype, count, byte_alignment=128)
 
     # ------------------------------------------------------------------------------------ device
@@ -249,7 +250,7 @@ class Copies:
         left = left if count + (turn.start & (PIECE - 1)) > 0 else 0
         first = cute.recast_ptr(tensor.iterator, dtype=self.dtype)
         source = first + cute.assume(at if left > 0 else 0, divby=PIECE)
-        copy_word(source, turn.words + cute.assume(place, divby=PIECE), 2 * left)
+        copy_word(source, turn.words + cute.assume(place, divby=PIECE), HALF_BYTES * left)
 
     @cute.jit
     def write(self, place: cutlass.Constexpr, i, depth, room, stage, here):

@@ -61,8 +61,8 @@ class Epilogue:
         Direct stores write 16 bytes of a row at a time (4096x4096x4096: 330 us), which is fine only
         while there are few rows."""
         k, plan = self.k, self.k.plan
-        ring = k.groups[0].boxes * COLUMN_BLOCK * k.k * 2 * plan.schedule.stages
-        fits = k.m * (k.n + PIECE) * 2 <= ring
+        ring = k.groups[0].boxes * COLUMN_BLOCK * k.k * plan.schedule.stages
+        fits = k.m * (k.n + PIECE) <= ring  # elements of operands are as wide, or wider
         # the ring is empty when the tile ends
         own = k.cluster == 1 and not plan.schedule.persistent
         return own and k.m >= 32 and plan.store_piece > 0 and fits
@@ -256,14 +256,15 @@ class Epilogue:
         rows, columns = k.extents.of(plan.row, tensors), k.extents.of(plan.column, tensors)
         base = k.batch_offset(view, here.tile.batch)
         size = plan.store_piece
+        aligned = size * plan.itemsize(view)
         pieces = k.n // size
         for item in cutlass.range(here.thread, k.m * pieces, 32 * k.consumers, unroll=4):
             row, column = item // pieces, (item % pieces) * size
             m, n = here.tile.row * k.m + row, here.tile.column * k.n + column
             if m < rows and n < columns:
-                source = (tile + (row * (k.n + PIECE) + column)).align(2 * size)
+                source = (tile + (row * (k.n + PIECE) + column)).align(aligned)
                 place, known = self.row(view, m, here)
-                target = (tensors[view.argument].iterator + (base + place + n)).align(2 * size)
+                target = (tensors[view.argument].iterator + (base + place + n)).align(aligned)
                 if known:
                     cute.autovec_copy(fetched(neighbours(source, size)), neighbours(target, size))
 

@@ -87,7 +87,7 @@ class RowSide:
             # with fewer rows than one pass covers, the remaining threads have nothing to read
             if fresh and row < self.rows:
                 held = self.sharing.first_held(first)
-                self.read_rows(memory, totals, shifts, held, row, thread % LANES, at.stage, depth)
+                self.read_rows(here, totals, shifts, held, at.stage, depth)
             self.vectors.write(memory, thread, at.stage, depth)
             if cutlass.const_expr(plan.rewrites):
                 # the tensor cores read the results of ordinary stores
@@ -107,10 +107,10 @@ class RowSide:
         return at
 
     @cute.jit
-    def read_rows(self, memory, totals, shifts, first_row, own, lane8, stage, depth):
-        """Process a thread's rows of one stage: add to the statistics, apply the prologue.
-        Its first row is the ``own`` one behind the block's first one."""
-        k, row, width = self.k, first_row + own, self.tile.width
+    def read_rows(self, here, totals, shifts, first_row, stage, depth):
+        """Process a thread's rows of one stage: add to the statistics, apply the prologue."""
+        own, lane8 = here.thread // LANES, here.thread % LANES
+        k, memory, row, width = self.k, here.memory, first_row + own, self.tile.width
         place = (lane8 ^ (row % 8)) * width  # the same for all rows, which are 8 or 16 apart
         # short loops are unrolled whole, so that their reads are all in flight together
         for c in cutlass.range(k.chunks, unroll=k.chunks if k.chunks * self.passes <= 16 else 1):

@@ -88,9 +88,9 @@ class Tails:
         atoms, slots, sources = loads.atoms, loads.slots, loads.sources
         if cutlass.const_expr(early):
             groups = [self.after[t] for t in self.bulk]
-            total = sum(g.boxes * COLUMN_BLOCK * g.depth * 2 for g in groups)
-            total += sum(k.m * self.tails[t].padded * 2 for t in self.loaded)
-            full.expect_once(total)
+            total = sum(g.boxes * COLUMN_BLOCK * g.depth for g in groups)
+            total += sum(k.m * self.tails[t].padded for t in self.loaded)
+            full.expect_once(k.plan.element_bytes * total)
         for i, (t, view) in enumerate(self.loaded.items()):
             if cutlass.const_expr(k.is_early(self.tails[t].source.leaves[0]) == early):
                 at = tuple(tile.batch[d] for d in k.batch_of(view))

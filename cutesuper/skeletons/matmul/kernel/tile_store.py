@@ -139,7 +139,7 @@ class TileStore:
         """Load the ``n``-th piece of this warpgroup."""
         plan, (i, first) = self.k.plan, self.places()[n]
         full = self.full(n, here)
-        full.expect_once(2 * PIECE_ELEMENTS * self.loads)
+        full.expect_once(PIECE_ELEMENTS * sum(plan.itemsize(plan.loads[op]) for op in plan.pieced))
         for x, op in enumerate(plan.pieced):
             copy = outs[len(plan.outputs) + x]
             slots, source = self.piece(copy, plan.loads[op], here, i, first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -38,6 +38,54 @@ from cutesuper.skeletons.rows.plan import RowPlan, words_of
 
 #: shared memory that two blocks without a ring need at most, in percent of an SM's; the rest is L1
 CARVEOUT = 10
+
+
+@dataclass(frozen=True)
+class Here:
+    """The place of a thread, and the memory that it works on.
+
+    Attributes:
+        tensors: arguments of the kernel.
+        slots: shared memory of the block (fp32); None without any.
+        thread: index in the block.
+        lane: index among the threads of its row.
+        group: row of the block.
+        row: its row, which may be past the end.
+        source: the row that it reads: past the end the last one.
+        valid: true if its row exists.
+        first: its first element in the row.
+    """
+
+    tensors: list[cute.Tensor]
+    slots: Any
+    thread: Any
+    lane: Any
+    group: Any
+    row: Any
+    source: Any
+    valid: Any
+    first: Any
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Slots of shared memory in which partial results of a row meet.
+
+    Attributes:
+        base: the first one.
+        apart: distance to the second numbers of pairs.
+        index: of the thread's partial result.
+        pitch: distance of neighbouring ones.
+        count: number of them.
+        writes: true for a thread that leaves one.
+    """
+
+    base: Any
+    apart: int
+    index: Any
+    pitch: int
+    count: int
+    writes: Any
 
 
 class RowKernel:
@@ -124,27 +172,18 @@ class RowKernel:
 
         # rows past the end read the last one
         inside = cutlass.min(row, self.row_count(tensors) - 1)
-        places = self.places(tensors, inside)
-        ahead = self.read_ahead(tensors, inside, first, bx * self.row_blocks_of)
-        load = partial(self.load, tensors=tensors, row=inside, first=first, ahead=ahead)
-        values = self.evaluate(load, ahead, slots, tidx, lane, group, first)
+        here = Here(tensors, slots, tidx, lane, group, row, inside, valid, first)
+        places = self.places(here)
+        ahead = self.read_ahead(here, bx * self.row_blocks_of)
+        values = self.evaluate(ahead, here)
         for i, view in plan.stores.items():
             value = values[plan.program.ops[i].inputs[0]]
             if cutlass.const_expr(isinstance(view, Indexed)):
-                self.put(value, view, tensors, row, first, lane, valid, places.get(i))
+                self.put(value, view, here, places.get(i))
             else:
-                self.store(value, view, tensors, row, first, lane, valid)
+                self.store(value, view, here)
 
-    def evaluate(
-        self,
-        load: Any,
-        ahead: dict[int, cute.Tensor],
-        slots: Any,
-        tidx: Any,
-        lane: Any,
-        group: Any,
-        first: Any,
-    ) -> dict[int, Any]:
+    def evaluate(self, ahead: dict[int, cute.Tensor], here: Here) -> dict[int, Any]:
         """Evaluate every operation but the stores, as fp32 fragments and row scalars.
         Elements that were loaded ahead become fp32 at their first use."""
         plan = self.plan
@@ -153,24 +192,24 @@ class RowKernel:
             op = plan.program.ops[i]
             for j in op.inputs:
                 if j not in values:
-                    values[j] = load(j)
+                    values[j] = self.load(j, ahead, here)
             args = [values[j] for j in op.inputs]
             if i in ahead or i in plan.stores:
                 continue
             if op.kind == LOAD:
-                values[i] = load(i)
+                values[i] = self.load(i, ahead, here)
             elif i in plan.reductions:
                 before, source = plan.reductions[: plan.reductions.index(i)], args[0]
                 n = words_of(plan.program, before)
                 if op.facets.selects and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
                     source = ahead[op.inputs[0]]
-                total = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
+                total = self.reduce(op.kind, source, n, here)
                 values[i] = result(op.facets.reduces.name, total) * plan.program.factor(op)
             elif op.facets.scans:
-                here = Lane(tidx, lane, group, self.inside(first))
-                values[i] = Scan(plan, i, slots, here).of(args[0])
+                lane = Lane(here.thread, here.lane, here.group, self.inside(here.first))
+                values[i] = Scan(plan, i, here.slots, lane).of(args[0])
             elif op.facets.turns:
-                values[i] = self.turn(args[0], lookup(op.kind), tidx, lane)
+                values[i] = self.turn(args[0], lookup(op.kind), here)
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
         return values
@@ -190,7 +229,7 @@ class RowKernel:
             return given + self.offset(view, tensors, row)
         return at_address(dtype, one(given + row)[0], self.vector * dtype.width // 8)
 
-    def read_ahead(self, tensors, row, first, first_row):
+    def read_ahead(self, here, first_row):
         """Issue all loads that precede the computation.
 
         They are in one branch, which every block takes although the compiler does not know it. With
@@ -203,7 +242,7 @@ class RowKernel:
                 break
             found[i] = self.registers(plan.loads[i])
         wide = {i: fragment(r.shape) for i, r in found.items() if self.widened(i)}
-        self.read_all(found, wide, tensors, row, first, first_row)
+        self.read_all(found, wide, here, first_row)
         return found | wide
 
     def widened(self, i: int) -> bool:
@@ -218,13 +257,13 @@ class RowKernel:
         return bool(plan.reductions) and varies and is_float and not exact
 
     @cute.jit
-    def read_all(self, found, wide, tensors, row, first, first_row):
+    def read_all(self, found, wide, here, first_row):
         """Read all of these loads; those in ``wide`` are converted to fp32."""
-        if first_row < self.row_count(tensors):
+        if first_row < self.row_count(here.tensors):
             for i in cutlass.range_constexpr(len(self.early)):
                 n = self.early[i]
                 if cutlass.const_expr(n in found):
-                    self.read_row(self.plan.loads[n], tensors, row, first, found[n])
+                    self.read_row(self.plan.loads[n], here, found[n])
             for i in cutlass.range_constexpr(len(self.early)):
                 n = self.early[i]
                 if cutlass.const_expr(n in wide):
@@ -235,54 +274,44 @@ class RowKernel:
         shape = (self.vector, self.chunks) if self.plan.column in view.labels else (1, 1)
         return fragment(shape, dtype_of(self.plan, view))
 
-    def read_row(
-        self, view: View, tensors: list[cute.Tensor], row: Any, first: Any, registers: cute.Tensor
-    ) -> None:
+    def read_row(self, view: View, here: Here, registers: cute.Tensor) -> None:
         """Read a row; elements past its end are not used, and are read from its last access."""
-        base = self.start(view, tensors, row)
+        base = self.start(view, here.tensors, here.source)
         if not isinstance(view, Indexed):
-            self.read_from(base, view, tensors, first, registers)
+            self.read_from(base, view, here, registers)
         elif self.plan.column in view.index.labels:
-            self.read_each(base, view, tensors, row, first, registers)
+            self.read_each(base, view, here, registers)
         else:
-            place, known = self.place(view, tensors, row)
+            place, known = self.place(view, here.tensors, here.source)
             place = cute.assume(place, divby=math.gcd(self.vector, view.row_stride))
-            self.read_from(base + place, view, tensors, first, registers)
+            self.read_from(base + place, view, here, registers)
             self.keep_known(known, registers)
 
-    def read_from(
-        self, base: cute.Pointer, view: View, tensors: list[cute.Tensor], first: Any,
-        registers: cute.Tensor,
-    ) -> None:  # fmt: skip
+    def read_from(self, base: cute.Pointer, view: View, here: Here, registers: cute.Tensor) -> None:
         """Read a row from its first element on."""
         if self.plan.column not in view.labels:
             registers[0] = one(base + 0)[0]
             return
         for c in range(self.chunks):
-            at = first + c * (self.lanes * self.vector)
-            if self.ragged:
-                at = cutlass.min(at, self.length - self.vector)
-            self.read(view, tensors, base, at, registers[None, c])
+            at = self.access(c, here)
+            self.read(view, here.tensors, base, at, registers[None, c])
 
     def read_each(
-        self,
-        base: cute.Pointer,
-        view: Indexed,
-        tensors: list[cute.Tensor],
-        row: Any,
-        first: Any,
-        registers: cute.Tensor,
+        self, base: cute.Pointer, view: Indexed, here: Here, registers: cute.Tensor
     ) -> None:
         """Read a row of which every element has an index of its own."""
         for c in range(self.chunks):
-            at = first + c * (self.lanes * self.vector)
-            if self.ragged:
-                at = cutlass.min(at, self.length - self.vector)
+            at = self.access(c, here)
             for e in range(self.vector):
-                place, known = self.place(view, tensors, row, at + e)
+                place, known = self.place(view, here.tensors, here.source, at + e)
                 found = one(registers.iterator + (e + c * self.vector))
                 found[0] = one(base + place)[0]
                 self.keep_known(known, found)
+
+    def access(self, c: int, here: Here) -> Any:
+        """Column of the thread's c-th access, inside the row."""
+        at = here.first + c * (self.lanes * self.vector)
+        return cutlass.min(at, self.length - self.vector) if self.ragged else at
 
     def place(
         self, view: Indexed, tensors: list[cute.Tensor], row: Any, column: Any = 0
@@ -293,13 +322,13 @@ class RowKernel:
         index = one(tensors[view.index.argument].iterator + at)[0]
         return named_row(view, index)
 
-    def places(self, tensors: list[cute.Tensor], row: Any) -> dict[int, tuple[Any, Any]]:
+    def places(self, here: Here) -> dict[int, tuple[Any, Any]]:
         """`place` of the row for each store through an index that has one for it.
         The index is read before the row is computed."""
         stores = self.plan.stores.items()
         own = {i: v for i, v in stores if isinstance(v, Indexed)}
         return {
-            i: self.place(v, tensors, row)
+            i: self.place(v, here.tensors, here.source)
             for i, v in own.items()
             if self.plan.column not in v.index.labels
         }
@@ -310,21 +339,14 @@ class RowKernel:
         if not known:
             registers.fill(float("nan"))
 
-    def load(
-        self,
-        i: int,
-        tensors: list[cute.Tensor],
-        row: Any,
-        first: Any,
-        ahead: dict[int, cute.Tensor],
-    ) -> Any:
+    def load(self, i: int, ahead: dict[int, cute.Tensor], here: Here) -> Any:
         """Load a row's elements of this thread as an fp32 fragment, or a scalar of the row."""
         view = self.plan.loads[i]
         if i in ahead:
             registers = ahead[i]
         else:
             registers = self.registers(view)
-            self.read_row(view, tensors, row, first, registers)
+            self.read_row(view, here, registers)
         if self.plan.column not in view.labels:
             return registers[0].to(Float32) if registers.element_type.is_float else registers[0]
         return widen(registers)
@@ -359,25 +381,16 @@ class RowKernel:
         return neighbours(base + cute.assume(at, divby=self.vector), self.vector)
 
     @cute.jit
-    def reduce(
-        self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, lane, group, first
-    ):
-        """The combined elements of a row, returned to every thread of the row."""
-        op = lookup(kind).reduces.name
+    def reduce(self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, here):
+        """The combined elements of a row, returned to every thread of the row.
+        ``n``: numbers that reductions before hand over."""
+        op, s = lookup(kind).reduces.name, self.plan.schedule
         starts = [c * self.lanes * self.vector for c in range(self.chunks)]
-        v = reduced(op, value, self.inside(first), first, starts)
-        if cutlass.const_expr(self.plan.schedule.interleaved):
-            v = self.across(
-                op,
-                v,
-                slots,
-                n * self.plan.threads + group,
-                self.plan.threads,
-                lane,
-                self.row_blocks_of,
-                self.lanes,
-                True,
-            )
+        v = reduced(op, value, self.inside(here.first), here.first, starts)
+        if cutlass.const_expr(s.interleaved):
+            base, threads = n * self.plan.threads + here.group, self.plan.threads
+            meeting = Meeting(base, threads, here.lane, self.row_blocks_of, self.lanes, True)
+            v = self.across(op, v, here.slots, meeting)
         else:
             distance = min(self.lanes, 32) // 2
             while cutlass.const_expr(distance > 0):
@@ -385,12 +398,12 @@ class RowKernel:
                 distance = distance // 2
             if cutlass.const_expr(self.plan.warps_per_row > 1):
                 warps = self.plan.warps_per_row
-                base = (n * self.plan.schedule.rows + group) * warps
-                apart = self.plan.schedule.rows * warps
-                v = self.across(op, v, slots, base, apart, lane // 32, 1, warps, tidx % 32 == 0)
+                base, writes = (n * s.rows + here.group) * warps, here.thread % 32 == 0
+                meeting = Meeting(base, s.rows * warps, here.lane // 32, 1, warps, writes)
+                v = self.across(op, v, here.slots, meeting)
         return v
 
-    def turn(self, value: Any, operator: Operator, tidx: Any, lane: Any) -> Any:
+    def turn(self, value: Any, operator: Operator, here: Here) -> Any:
         """The elements of a row in other places.
         Halves are exchanged within a thread if it has several accesses, else with the thread that
         has the same place in the other half."""
@@ -400,8 +413,8 @@ class RowKernel:
         given, found = fragment(shape), fragment(shape)
         given.store(value)
         apart = self.length // 2 // self.vector
-        upper = lane >= apart
-        other = tidx % 32 + select_(upper, Int32(-apart), Int32(apart))
+        upper = here.lane >= apart
+        other = here.thread % 32 + select_(upper, Int32(-apart), Int32(apart))
         for n in range(self.chunks * self.vector):
             e, c = n % self.vector, n // self.vector
             if half:
@@ -412,30 +425,18 @@ class RowKernel:
         return found.load()
 
     @cute.jit
-    def across(
-        self,
-        op: cutlass.Constexpr,
-        v,
-        slots,
-        base,
-        apart: cutlass.Constexpr,
-        index,
-        pitch: cutlass.Constexpr,
-        count: cutlass.Constexpr,
-        writes,
-    ):
-        """Combine ``count`` partial results of a row through shared memory.
-        Each reduction has slots of its own, so one barrier suffices. The second number of pairs
-        lies ``apart`` slots behind the first."""
+    def across(self, op: cutlass.Constexpr, v, slots, at: cutlass.Constexpr):
+        """Combine partial results of a row through shared memory.
+        Each reduction has slots of its own, so one barrier suffices."""
         given = words(v)
-        if writes:
+        if at.writes:
             for k in cutlass.range_constexpr(len(given)):
-                put(slots + (base + k * apart + index * pitch), given[k])
+                put(slots + (at.base + k * at.apart + at.index * at.pitch), given[k])
         cute.arch.sync_threads()
         total = neutral(op)
-        for w in cutlass.range_constexpr(count):
-            found = [element(slots, base + k * apart + w * pitch) for k in range(len(given))]
-            total = combine(op, total, element_of(found))
+        for w in cutlass.range_constexpr(at.count):
+            places = [at.base + k * at.apart + w * at.pitch for k in range(len(given))]
+            total = combine(op, total, element_of([element(slots, place) for place in places]))
         return total
 
     def inside(self, first: Any) -> list[Any]:
@@ -448,63 +449,53 @@ class RowKernel:
         ]
 
     @cute.jit
-    def store(self, value, view: cutlass.Constexpr, tensors, row, first, lane, valid):
+    def store(self, value, view: cutlass.Constexpr, here):
         """Write a fragment, or a scalar of the row by its first thread."""
         dtype = dtype_of(self.plan, view)
         if cutlass.const_expr(self.plan.column not in view.labels):
-            if valid and lane == 0:
-                put(self.start(view, tensors, row), value.to(dtype))
+            if here.valid and here.lane == 0:
+                put(self.start(view, here.tensors, here.row), value.to(dtype))
         else:
             registers = stored(value, (self.vector, self.chunks), dtype)
-            if valid:
-                base = self.start(view, tensors, row)
+            if here.valid:
+                base = self.start(view, here.tensors, here.row)
                 for c in cutlass.range_constexpr(self.chunks):
-                    at = first + c * (self.lanes * self.vector)
+                    at = here.first + c * (self.lanes * self.vector)
                     if cutlass.const_expr(self.ragged):
                         if at < self.length:
-                            self.write(view, tensors, base, at, registers[None, c])
+                            self.write(view, here.tensors, base, at, registers[None, c])
                     else:
-                        self.write(view, tensors, base, at, registers[None, c])
+                        self.write(view, here.tensors, base, at, registers[None, c])
 
     @cute.jit
-    def put(
-        self,
-        value,
-        view: cutlass.Constexpr,
-        tensors,
-        row,
-        first,
-        lane,
-        valid,
-        found: cutlass.Constexpr,
-    ):
+    def put(self, value, view: cutlass.Constexpr, here, found: cutlass.Constexpr):
         """Write a fragment, or a row's scalar by its first thread, to the place of an index.
         Only if the tensor has that place.
 
         ``found``: `place` of the row; None if every element has its own.
         """
-        dtype, column = dtype_of(self.plan, view), self.plan.column
+        dtype, column, tensors = dtype_of(self.plan, view), self.plan.column, here.tensors
         target = tensors[view.argument].iterator
         if cutlass.const_expr(column not in view.labels):
-            if valid and found[1] and lane == 0:
-                put(target + (self.offset(view, tensors, row) + found[0]), value.to(dtype))
+            if here.valid and found[1] and here.lane == 0:
+                put(target + (self.offset(view, tensors, here.row) + found[0]), value.to(dtype))
         elif cutlass.const_expr(found is not None):
             registers = stored(value, (self.vector, self.chunks), dtype)
             step = math.gcd(self.vector, view.row_stride)
-            if valid and found[1]:
-                base = target + self.offset(view, tensors, row)
+            if here.valid and found[1]:
+                base = target + self.offset(view, tensors, here.row)
                 base = base + cute.assume(found[0], divby=step)
                 for c in cutlass.range_constexpr(self.chunks):
-                    at = first + c * (self.lanes * self.vector)
+                    at = here.first + c * (self.lanes * self.vector)
                     if at < self.length:
                         self.write(view, tensors, base, at, registers[None, c])
         else:
             registers = stored(value, (self.vector, self.chunks), dtype)
-            base = target + self.offset(view, tensors, row)
+            base = target + self.offset(view, tensors, here.row)
             for n in cutlass.range_constexpr(self.chunks * self.vector):
                 c, e = n // self.vector, n % self.vector
-                at = first + c * (self.lanes * self.vector) + e
-                if valid and at < self.length:
-                    place, known = self.place(view, tensors, row, at)
+                at = here.first + c * (self.lanes * self.vector) + e
+                if here.valid and at < self.length:
+                    place, known = self.place(view, tensors, here.row, at)
                     if known:
                         put(base + place, registers[e, c])

@@ -10,6 +10,7 @@ A stage is filled again once all warps have read it, which the barrier of the fi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -32,6 +33,29 @@ from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place, Row
 from cutesuper.skeletons.rows.kernel.picks import Picks
 from cutesuper.skeletons.rows.kernel.stages import Stages
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A tile on its way into a stage of the ring.
+
+    Attributes:
+        into: the stage (int32 words).
+        barrier: that of the stage.
+        tensors: arguments of the kernel.
+        row: first row of the tile.
+        left: number of its rows that exist.
+        lane: of the warp that fills.
+        place: of the block.
+    """
+
+    into: cute.Pointer
+    barrier: Barrier
+    tensors: list[cute.Tensor]
+    row: Any
+    left: Any
+    lane: Any
+    place: Place
 
 
 class Tiles:
@@ -98,6 +122,7 @@ class Tiles:
             row = self.at.first_row(it, place)
             left = cutlass.min(self.at.row_count(tensors) - row, self.rows)
             lane = place.thread
+            tile = Filling(into, barrier, tensors, row, left, lane, place)
             if cutlass.const_expr(again):
                 # orders reads before the barrier before later bulk writes; it also waits for loads
                 # of the warp, at the beginning those of vectors
@@ -105,91 +130,81 @@ class Tiles:
             if cutlass.const_expr(self.whole and self.bulk_scalars):
                 if row - row % 4 + self.span <= self.at.row_count(tensors) and left == self.rows:
                     if lane == 0:
-                        self.fill_tile(into, barrier, tensors, row, place)
+                        self.fill_tile(tile)
                 else:
-                    self.fill_rows(into, barrier, tensors, row, left, lane, place)
+                    self.fill_rows(tile)
             elif cutlass.const_expr(self.whole):
                 if left == self.rows:
                     if lane == 0:
-                        self.fill_tile(into, barrier, tensors, row, place)
+                        self.fill_tile(tile)
                 else:
-                    self.fill_rows(into, barrier, tensors, row, left, lane, place)
+                    self.fill_rows(tile)
             else:
-                self.fill_rows(into, barrier, tensors, row, left, lane, place)
+                self.fill_rows(tile)
             if cutlass.const_expr(self.async_scalars):
                 for i in cutlass.range_constexpr(len(self.plan.scalars)):
-                    self.fill_scalars(self.plan.scalars[i], into, tensors, row, left, lane, place)
+                    self.fill_scalars(self.plan.scalars[i], tile)
                 barrier.arrive_after_copies()
 
     @cute.jit
-    def fill_tile(self, into, barrier, tensors, row, place):
+    def fill_tile(self, tile):
         """Request a whole tile: one bulk load of every operand."""
-        self.expect(barrier, self.rows, place)
+        self.expect(tile, self.rows)
         if cutlass.const_expr(self.bulk_scalars):
             for n in cutlass.range_constexpr(len(self.plan.scalars)):
-                i = self.plan.scalars[n]
-                first = row - row % 4
-                self.copy_linear(i, into, barrier, tensors, first, self.at.base[i], self.span)
-        self.copy_rows(into, barrier, tensors, row, 0, self.rows, place)
+                self.copy_scalars(self.plan.scalars[n], tile)
+        self.copy_rows(tile, 0, self.rows)
 
-    def copy_linear(
-        self,
-        i: int,
-        into: cute.Pointer,
-        barrier: Barrier,
-        tensors: list[cute.Tensor],
-        first: Any,
-        base: int,
-        length: int,
-    ) -> None:
-        """Issue a bulk load of ``length`` neighbouring values of rows."""
+    def copy_scalars(self, i: int, tile: Filling) -> None:
+        """Issue a bulk load of the values of a tile's rows, from an aligned one on."""
         view = self.plan.loads[i]
         dtype = dtype_of(self.plan, view)
-        source = tensors[view.argument].iterator + cute.assume(first, divby=4)
-        target = cute.recast_ptr(into + base // 4, dtype=dtype)
-        bulk_copy(source, target, length, barrier)
+        first = cute.assume(tile.row - tile.row % 4, divby=4)
+        source = tile.tensors[view.argument].iterator + first
+        target = cute.recast_ptr(tile.into + self.at.base[i] // 4, dtype=dtype)
+        bulk_copy(source, target, self.span, tile.barrier)
 
     @cute.jit
-    def fill_rows(self, into, barrier, tensors, row, left, lane, place):
+    def fill_rows(self, tile):
         """Request a tile row by row: every lane requests some."""
         if cutlass.const_expr(self.bulk_scalars):
             for n in cutlass.range_constexpr(len(self.plan.scalars)):
-                self.move_scalars(self.plan.scalars[n], into, tensors, row, left, lane)
+                self.move_scalars(self.plan.scalars[n], tile)
             cute.arch.sync_warp()
-        if lane == 0:
-            self.expect(barrier, left, place)
+        if tile.lane == 0:
+            self.expect(tile, tile.left)
         cute.arch.sync_warp()
         for n in cutlass.range(ceil_div(self.rows, 32), unroll=1):
-            r = lane + 32 * n
-            if r < left:
-                self.copy_rows(into, barrier, tensors, row + r, r, 1, place)
+            r = tile.lane + 32 * n
+            if r < tile.left:
+                self.copy_rows(tile, r, 1)
 
     @cute.jit
-    def move_scalars(self, i: cutlass.Constexpr, into, tensors, row, left, lane):
+    def move_scalars(self, i: cutlass.Constexpr, tile):
         """Copy the row values of a tile at the end by ordinary loads and stores."""
         view = self.plan.loads[i]
         dtype = dtype_of(self.plan, view)
-        base = cute.recast_ptr(into + self.at.base[i] // 4, dtype=dtype) + row % 4
+        base = cute.recast_ptr(tile.into + self.at.base[i] // 4, dtype=dtype) + tile.row % 4
         for n in cutlass.range(ceil_div(self.rows, 32), unroll=1):
-            r = lane + 32 * n
-            if r < left:
-                one(base + r)[0] = element(tensors[view.argument].iterator, row + r)
+            r = tile.lane + 32 * n
+            if r < tile.left:
+                one(base + r)[0] = element(tile.tensors[view.argument].iterator, tile.row + r)
 
     @cute.jit
-    def expect(self, barrier, rows, place):
-        """Arm a barrier with the bytes of some rows."""
+    def expect(self, tile, rows):
+        """Arm the barrier with the bytes of some rows."""
         whole = sum(self.plan.row_bytes.values())
         last = whole // self.plan.width * self.last_width()
         if cutlass.const_expr(last == whole):
             more = 0
             if cutlass.const_expr(isinstance(rows, int) and self.bulk_scalars):
                 more = 4 * self.span * len(self.plan.scalars)
-            barrier.expect(rows * whole + more)
+            tile.barrier.expect(rows * whole + more)
         else:
             each = Int32(whole)
-            if place.left < self.plan.width:
+            if tile.place.left < self.plan.width:
                 each = Int32(last)
-            barrier.expect(rows * each)
+            tile.barrier.expect(rows * each)
 
     def last_width(self) -> int:
         """Number of elements in the last part of a row."""
@@ -197,51 +212,42 @@ class Tiles:
         return plan.length - (plan.parts - 1) * plan.width
 
     @cute.jit
-    def copy_rows(self, into, barrier, tensors, row, r, count: cutlass.Constexpr, place):
-        """Issue bulk loads of ``count`` neighbouring rows of all operands, to a row of the stage.
-        ``r`` is that row."""
+    def copy_rows(self, tile, r, count: cutlass.Constexpr):
+        """Issue bulk loads of ``count`` neighbouring rows of all operands.
+        ``r`` is the first one in the tile."""
         for n in cutlass.range_constexpr(len(self.plan.streamed)):
             i = self.plan.streamed[n]
             if cutlass.const_expr(self.last_width() == self.plan.width):
-                self.copy(i, into, barrier, tensors, row, r, count * self.plan.width, place)
+                self.copy(i, tile, r, count * self.plan.width)
             else:
-                if place.left < self.plan.width:
-                    self.copy(i, into, barrier, tensors, row, r, self.last_width(), place)
+                if tile.place.left < self.plan.width:
+                    self.copy(i, tile, r, self.last_width())
                 else:
-                    self.copy(i, into, barrier, tensors, row, r, self.plan.width, place)
+                    self.copy(i, tile, r, self.plan.width)
 
-    def copy(
-        self,
-        i: int,
-        into: cute.Pointer,
-        barrier: Barrier,
-        tensors: list[cute.Tensor],
-        row: Any,
-        r: Any,
-        length: int,
-        place: Place,
-    ) -> None:
-        """Issue one bulk load of ``length`` elements."""
+    def copy(self, i: int, tile: Filling, r: Any, length: int) -> None:
+        """Issue one bulk load of ``length`` elements, from a row of the tile on."""
         view = self.plan.loads[i]
         dtype = dtype_of(self.plan, view)
-        start = cute.assume(self.access.offset(view, tensors, row, place), divby=128 // dtype.width)
+        start = self.access.offset(view, tile.tensors, tile.row + r, tile.place)
+        start = cute.assume(start, divby=128 // dtype.width)
         words = cute.assume(self.at.base[i] // 4 + r * (self.plan.row_bytes[i] // 4), divby=4)
-        target = cute.recast_ptr(into + words, dtype=dtype)
-        source = tensors[view.argument].iterator + start
-        bulk_copy(source, target, length, barrier, EVICT_FIRST)
+        target = cute.recast_ptr(tile.into + words, dtype=dtype)
+        source = tile.tensors[view.argument].iterator + start
+        bulk_copy(source, target, length, tile.barrier, EVICT_FIRST)
 
     @cute.jit
-    def fill_scalars(self, i: cutlass.Constexpr, into, tensors, row, left, lane, place):
+    def fill_scalars(self, i: cutlass.Constexpr, tile):
         """Copy values of the tile's rows to the stage, each lane some."""
         view = self.plan.loads[i]
         dtype = dtype_of(self.plan, view)
         atom = element_atom(dtype)
-        base = cute.recast_ptr(into + self.at.base[i] // 4, dtype=dtype)
+        base = cute.recast_ptr(tile.into + self.at.base[i] // 4, dtype=dtype)
         for n in cutlass.range(ceil_div(self.rows, 32), unroll=1):
-            r = lane + 32 * n
-            if r < left:
-                source = tensors[view.argument].iterator + self.access.offset(
-                    view, tensors, row + r, place
+            r = tile.lane + 32 * n
+            if r < tile.left:
+                source = tile.tensors[view.argument].iterator + self.access.offset(
+                    view, tile.tensors, tile.row + r, tile.place
                 )
                 copy_element(atom, source, base + r)
 
