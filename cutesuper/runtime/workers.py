@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import os
 import pickle
 import select
@@ -225,6 +226,9 @@ def serve() -> None:
     # Text that kernels print while they are traced must not mix with the replies.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    # Searches and compilations make many small objects that live: looking among them for garbage
+    # as often as Python does took 12% of the time of two searches (0.88 s in place of 0.78 s).
+    gc.set_threshold(50_000, 20, 100)
     while len(header := sys.stdin.buffer.read(_LENGTH.size)) == _LENGTH.size:
         content = sys.stdin.buffer.read(_LENGTH.unpack(header)[0])
         reply = _reply(content)
