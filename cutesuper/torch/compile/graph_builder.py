@@ -666,6 +666,15 @@ class Builder:
             raise Unsupported(node, "takes rows of what is computed, or stored in another order")
         return x
 
+    def converted(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """A value in an element type; converted once, so that all its readers share it."""
+        if t.dtype.torch == dtype:
+            return t
+        key = (t.index, "converted", dtype)
+        if key not in self._inputs:
+            self._inputs[key] = self.g.convert(t, dtype)
+        return self._inputs[key]
+
     def _type_of(self, t: torch.Tensor) -> torch.dtype:
         """The element type in which a kernel reads a tensor.
         That of a condition does not change the type of the numbers that it meets."""
