@@ -217,7 +217,7 @@ def test_a_variant_for_each_bucket(kernels: Kernels) -> None:
     assert kernels.buckets == [8, 16, 4096]
     most = 2**31 // 48
     assert kernels.program._runner(most, GPU) is not kernels.program._reference
-    with pytest.raises(ShapeError, match=rf"called with {most + 1} rows, .* at most {most} of"):
+    with pytest.raises(ShapeError, match=rf"called with {most + 1} rows, .* in 32 bits"):
         kernels.program._runner(most + 1, GPU)
 
 
@@ -237,10 +237,10 @@ def test_a_tensor_between_kernels_that_is_too_large(
         return SimpleNamespace(intermediates=((next(sizes), torch.float32),))
 
     monkeypatch.setattr(region_operator.pipeline, "compiled", compiled)
-    program.variant(16, GPU)
-    assert program.most_rows == (2**31 - 1) // 2**20
+    program.variant((16,), GPU)
+    assert program.most == {("M",): (2**31 - 1) // 2**20}
     with pytest.raises(ShapeError, match="a tensor between kernels of shape"):
-        program.variant(5000, GPU)
+        program.variant((5000,), GPU)
 
 
 def test_more_rows_than_kernels_address(monkeypatch: pytest.MonkeyPatch) -> None:

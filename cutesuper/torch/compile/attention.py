@@ -110,6 +110,8 @@ def _places(b: Builder, node: fx.Node, a: Arguments) -> _Places:
 class _Attention(Entry):
     """The operands of attention; query heads may share keys."""
 
+    open_rows: ClassVar[bool] = True
+
     def sides(self, s: Shapes, node: fx.Node, a: Arguments) -> tuple[Value, Value, Value]:
         """Query, key and value, whose dimensions are unified. Raises Unsupported."""
         if a.get("dropout_p", 0.0) != 0.0:

@@ -43,6 +43,7 @@ class Product(Entry):
     """
 
     products: ClassVar[int] = 1
+    strided: ClassVar[bool] = True
     left: str = "self"
     right: str = "mat2"
     added: str = ""
