@@ -117,8 +117,6 @@ class _Attention(Entry):
         if a.get("dropout_p", 0.0) != 0.0:
             raise Unsupported(node, "drops weights")
         q, k, v = _ranked(*(s.of(a[n]) for n in _SIDES))
-        if a.get("is_causal") and not isinstance(fake(a["query"]).shape[-2], int):
-            raise Unsupported(node, "is causal, over a length that is known only at the call")
         heads = self._share(node, q.dims[-3], k.dims[-3])
         unify(k.dims[-3], v.dims[-3])
         for d, t in product(range(-len(q.dims), -3), (k, v)):
