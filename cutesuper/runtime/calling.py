@@ -98,8 +98,9 @@ def launcher(launches: Launches, device: torch.device) -> Runner:
                 return run(inputs, outputs, rows)
         values = inputs + outputs
         if launches.intermediates:
-            extents = {} if isinstance(rows, int) else rows
-            values += launches.between(lambda d: extents.get(d.name, rows), device)
+            values += launches.between(
+                lambda d: rows if isinstance(rows, int) else rows[d.name], device
+            )
         return launch(values)
 
     return run

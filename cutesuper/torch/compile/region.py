@@ -39,7 +39,6 @@ from cutesuper.torch.compile.graph_builder import (
     Built,
     Given,
     Shapes,
-    Slot,
     Unsupported,
     Value,
     copied_order,

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from cutesuper.search.search import show
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.ahead import Ahead
 from cutesuper.torch.compile.case import Case, Place, Seconds
-from cutesuper.torch.compile.graph_builder import fake
 from cutesuper.torch.compile.internals import apart, compile_inner, compile_with
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import Region
