@@ -108,13 +108,32 @@ def test_a_key_that_is_none(edit: Any) -> None:
         region_operator.region(edited, tensors(2))
 
 
-def test_graphs_that_have_no_key() -> None:
+def several_extents(*names: str) -> Any:
+    """Rows of two symbolic extents, and as many factors as the second."""
+    batch, length = (cs.symbol(n, 4) for n in names)
     g = cs.new_kernel_graph()
-    x, y = (g.new_input((cs.symbol(n, 4), 8), cs.float32) for n in ("M", "N"))
-    g.mark_output(g.exp(x))
-    g.mark_output(g.exp(y))
-    with pytest.raises(GraphError, match="symbolic extents M, N; it may have one"):
-        key_of(g)
+    x, w = g.new_input((batch, length, 2, 8), cs.float32), g.new_input((length, 1, 8), cs.float32)
+    g.mark_output(g.mul(x, w))
+    return g
+
+
+def test_several_symbolic_extents() -> None:
+    """Each has a name of its own in the key, a bucket, and a share in what offsets allow."""
+    key = key_of(several_extents("B", "S"))
+    assert key == key_of(several_extents("N", "A"))
+    program = program_of(key)
+    assert program.symbols == ("M", "M1") and program._bucket((3, 100)) == (8, 128)
+    x, w = torch.randn(3, 5, 2, 8), torch.randn(5, 1, 8)
+    [y] = region_operator.region(key, [x, w])
+    assert torch.equal(y, x * w)
+    assert program.fits((2**13, 2**13)) and not program.fits((2**13, 2**14))
+    wanted = program.wanted((4, 100), cs.H200)
+    assert wanted is not None and wanted[0].nodes[0].shape[:2] == (
+        cs.symbol("M", 8), cs.symbol("M1", 128),
+    )  # fmt: skip
+
+
+def test_graphs_that_have_no_key() -> None:
     with pytest.raises(GraphError, match="no input"):
         key_of(cs.new_kernel_graph())
 
@@ -184,9 +203,9 @@ class Kernels:
         self.program = program_of(key_of(norm_linear()))
         self.buckets: list[int] = []
 
-    def variant(self, rows: int, device: Any) -> Any:
+    def variant(self, extents: tuple[int, ...], device: Any) -> Any:
         assert device == GPU
-        self.buckets.append(self.program._bucket(rows))
+        self.buckets += self.program._bucket(extents)
         if self.buckets[-1] == 64:
             raise SearchError("nothing was found")
 
@@ -197,8 +216,8 @@ class Kernels:
 
     def run(self, rows: int) -> None:
         inputs = tensors(rows)
-        outputs = self.program._outputs(inputs, rows, ())
-        self.program._runner(rows, GPU)(inputs, outputs, rows)
+        outputs = self.program._outputs(inputs, {"M": rows}, ())
+        self.program._runner((rows,), GPU)(inputs, outputs, {"M": rows})
         assert all(map(torch.equal, outputs, self.program(inputs)))
 
 
@@ -216,9 +235,9 @@ def test_a_variant_for_each_bucket(kernels: Kernels) -> None:
         kernels.run(rows)
     assert kernels.buckets == [8, 16, 4096]
     most = 2**31 // 48
-    assert kernels.program._runner(most, GPU) is not kernels.program._reference
-    with pytest.raises(ShapeError, match=rf"called with {most + 1} rows, .* at most {most} of"):
-        kernels.program._runner(most + 1, GPU)
+    assert kernels.program._runner((most,), GPU) is not kernels.program._reference
+    with pytest.raises(ShapeError, match=rf"called with {most + 1} rows, .* in 32 bits"):
+        kernels.program._runner((most + 1,), GPU)
 
 
 def test_a_tensor_between_kernels_that_is_too_large(
@@ -237,10 +256,10 @@ def test_a_tensor_between_kernels_that_is_too_large(
         return SimpleNamespace(intermediates=((next(sizes), torch.float32),))
 
     monkeypatch.setattr(region_operator.pipeline, "compiled", compiled)
-    program.variant(16, GPU)
-    assert program.most_rows == (2**31 - 1) // 2**20
+    program.variant((16,), GPU)
+    assert program.most == {("M",): (2**31 - 1) // 2**20}
     with pytest.raises(ShapeError, match="a tensor between kernels of shape"):
-        program.variant(5000, GPU)
+        program.variant((5000,), GPU)
 
 
 def test_more_rows_than_kernels_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,13 +169,13 @@ def test_what_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     g.mark_output(g.rms_norm(g.new_input((4, 64), cs.bfloat16), normalized_shape=(64,)))
     monkeypatch.setattr(region_operator, "_programs", Kept())
     program = program_of(key_of(g))
-    wanted = program.wanted(1, cs.H200)
+    wanted = program.wanted((), cs.H200)
     assert wanted is not None and wanted[0].nodes == program.graph.nodes
     for name, value in ((region_operator, "added"), (records, "tuned"), (records, "has")):
         with monkeypatch.context() as patch:
             patch.setattr(name, value, lambda *a: ("something",))
-            assert program.wanted(1, cs.H200) is None
-    program.bring(1, cs.H200, 100.0, pipeline.outcome(*wanted, 100.0))
+            assert program.wanted((), cs.H200) is None
+    program.bring((), cs.H200, 100.0, pipeline.outcome(*wanted, 100.0))
     monkeypatch.setattr(pipeline, "find", None)
-    assert program.found(1, cs.H200, 100.0)[1].plans and program.searched_s > 0
-    assert program.wanted(1, cs.H200) is None
+    assert program.found((), cs.H200, 100.0)[1].plans and program.searched_s > 0
+    assert program.wanted((), cs.H200) is None

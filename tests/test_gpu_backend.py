@@ -52,12 +52,12 @@ def fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Numbers of rows for which kernels ran; a call that falls back to the reference fails."""
-    rows: list[int] = []
+    rows: list[Any] = []
     runner = region_operator.Program._runner
 
-    def noted(self: Any, count: int, device: Any) -> Any:
+    def noted(self: Any, count: Any, device: Any) -> Any:
         run = runner(self, count, device)
         assert run is not self._reference, "kernels were expected"
         rows.append(count)
@@ -79,7 +79,7 @@ def compile_with(model: Any, take: str = "all", inductor: Any = None, **how: Any
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODELS)
-def test_inference(name: str, dtype: Any, launched: list[int]) -> None:
+def test_inference(name: str, dtype: Any, launched: list[Any]) -> None:
     model, x = made(name, dtype)
     call = compile_with(model.eval(), fullgraph=True)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_inference(name: str, dtype: Any, launched: list[int]) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["bool", "added"])
-def test_masks_of_positions(name: str, batch: int, launched: list[int]) -> None:
+def test_masks_of_positions(name: str, batch: int, launched: list[Any]) -> None:
     """Each query head with keys of its own: PyTorch keeps the attention whole."""
     model, given, exact = decoding(name, batch, heads=2)
     call = compile_with(model, fullgraph=True)
@@ -129,7 +129,7 @@ def decoding(name: str, batch: int, heads: int) -> tuple[Any, tuple[Any, ...], l
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients(name: str, launched: list[int]) -> None:
+def test_gradients(name: str, launched: list[Any]) -> None:
     model, x = made(name)
     call = compile_with(copy.deepcopy(model), fullgraph=True)
     judge_gradients(model, gradients(call._orig_mod, call, x), x)
@@ -289,7 +289,7 @@ def test_a_capture_that_needs_new_kernels() -> None:
 
 
 @pytest.mark.parametrize("name", ["MLP", "gated MLP", "block"])
-def test_any_batch_is_one_graph(name: str, launched: list[int]) -> None:
+def test_any_batch_is_one_graph(name: str, launched: list[Any]) -> None:
     model, _ = made(name)
     call = compile_with(model, dynamic=True, fullgraph=True)
     with torch.no_grad():
@@ -320,7 +320,7 @@ def test_loss_curves(name: str, take: str) -> None:
     assert ours == pytest.approx(theirs, rel=2e-2)
 
 
-def test_autocast(launched: list[int]) -> None:
+def test_autocast(launched: list[Any]) -> None:
     model, x = made("gated MLP", torch.float32, batch=8)
     call = compile_with(model)
     with torch.autocast("cuda", torch.bfloat16):

@@ -66,15 +66,17 @@ class Launches:
         return made
 
 
-#: takes inputs and outputs of a graph and the number of rows, and computes the outputs
-Runner = Callable[["list[torch.Tensor]", "list[torch.Tensor]", int], None]
+#: the symbolic extent of a graph that has one, or all of them by name
+Rows = int | Mapping[str, int]
+#: takes inputs and outputs of a graph and its symbolic extents, and computes the outputs
+Runner = Callable[["list[torch.Tensor]", "list[torch.Tensor]", Rows], None]
 
 
 def reference_of(graph: KernelGraph) -> Runner:
     """The reference executor for a graph, in the operators that kernels compute."""
     graph = graph.expanded()
 
-    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
+    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: Rows) -> None:
         del rows
         for out, result in zip(outputs, run_reference(graph, inputs), strict=True):
             out.copy_(result)
@@ -90,13 +92,15 @@ def launcher(launches: Launches, device: torch.device) -> Runner:
     # torch.cuda.current_device() without the check that CUDA is initialized: there are tensors
     current = torch._C._cuda_getDevice
 
-    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
+    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: Rows) -> None:
         if index != current():
             with torch.cuda.device(device):
                 return run(inputs, outputs, rows)
         values = inputs + outputs
         if launches.intermediates:
-            values += launches.between(lambda _: rows, device)
+            values += launches.between(
+                lambda d: rows if isinstance(rows, int) else rows[d.name], device
+            )
         return launch(values)
 
     return run

@@ -59,7 +59,7 @@ class Ahead:
                 return
             if case.place in self._jobs or case.place in self._decided or case.record is not None:
                 return
-            wanted = case.program.wanted(case.sample.rows, case.target)
+            wanted = case.program.wanted(case.sample.extents, case.target)
             if wanted is not None:
                 future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
                 self._jobs[case.place], self._searches[future] = [future], case
@@ -86,7 +86,7 @@ class Ahead:
             if isinstance(error, WorkerLost):
                 warn_once(f"a search {error}; it is done in this process")
             return
-        case.program.bring(case.sample.rows, case.target, case.most_us, outcome)
+        case.program.bring(case.sample.extents, case.target, case.most_us, outcome)
         if isinstance(outcome.found, CutesuperError) or _refused(case, outcome.found[1]):
             for part in case.parts:
                 self.begin(part)
@@ -105,7 +105,7 @@ class Ahead:
         for future in self._jobs.get(case.place, ())[1:]:  # the first one is the search
             if isinstance(error := future.exception(), WorkerLost):
                 died = pipeline.Outcome(CompileError(f"a kernel: the compiler {error}"), 0.0)
-                case.program.bring(case.sample.rows, case.target, case.most_us, died)
+                case.program.bring(case.sample.extents, case.target, case.most_us, died)
 
 
 def _refused(case: Case, choice: pipeline.Choice) -> bool:

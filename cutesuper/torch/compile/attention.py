@@ -110,13 +110,13 @@ def _places(b: Builder, node: fx.Node, a: Arguments) -> _Places:
 class _Attention(Entry):
     """The operands of attention; query heads may share keys."""
 
+    open_rows: ClassVar[bool] = True
+
     def sides(self, s: Shapes, node: fx.Node, a: Arguments) -> tuple[Value, Value, Value]:
         """Query, key and value, whose dimensions are unified. Raises Unsupported."""
         if a.get("dropout_p", 0.0) != 0.0:
             raise Unsupported(node, "drops weights")
         q, k, v = _ranked(*(s.of(a[n]) for n in _SIDES))
-        if a.get("is_causal") and not isinstance(fake(a["query"]).shape[-2], int):
-            raise Unsupported(node, "is causal, over a length that is known only at the call")
         heads = self._share(node, q.dims[-3], k.dims[-3])
         unify(k.dims[-3], v.dims[-3])
         for d, t in product(range(-len(q.dims), -3), (k, v)):

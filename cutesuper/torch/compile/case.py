@@ -152,8 +152,8 @@ class Case:
     @cached_property
     def inductor_us(self) -> float:
         """Microseconds of Inductor's kernels, by a roofline. Raises CutesuperError."""
-        rows = dict.fromkeys(self.program.symbols, self.sample.rows)
-        return baseline(self.program.graph.with_hints(rows), self.target).us
+        extents = dict(zip(self.program.symbols, self.sample.extents, strict=True))
+        return baseline(self.program.graph.with_hints(extents), self.target).us
 
     @property
     def most_us(self) -> float:
@@ -166,7 +166,7 @@ class Case:
         The surroundings are the GPU, and the programs that were tuned for it. Raises
         CutesuperError."""
         name = torch.cuda.get_device_name(self.device) if self.runs else ""
-        tuned = self.program.tuned(self.sample.rows, self.target)
+        tuned = self.program.tuned(self.sample.extents, self.target)
         return ("verdict", *self.place, name, self.target.name, tuned)
 
     @cached_property

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
+from cutesuper.torch.compile.internals import hint_of
+
 Extent = Any  # int or torch.SymInt
 
 
@@ -62,6 +64,10 @@ def equal(a: Extent, b: Extent) -> bool:
     """True if two extents are known to be equal, without a guard on them."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
+    # what differs in the example is not equal; PyTorch takes 0.3 ms to find that out
+    hints = hint_of(a), hint_of(b)
+    if None not in hints and hints[0] != hints[1]:
+        return False
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return bool(statically_known_true(a == b))

@@ -36,6 +36,7 @@ _INDICES = (torch.int32, torch.int64)
 class TakeRows(Entry):
     """``table[index]``; the table and the index are read where they lie."""
 
+    strided: ClassVar[bool] = True
     #: True if indices may count from the end
     backwards: ClassVar[bool] = False
 
@@ -108,6 +109,7 @@ def closing_copy(node: fx.Node) -> fx.Node | None:
 class PutRows(Entry):
     """A tensor with rows at the places that an index names."""
 
+    strided: ClassVar[bool] = True
     #: True if places may count from the end
     backwards: ClassVar[bool] = False
 

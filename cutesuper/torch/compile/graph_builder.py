@@ -303,11 +303,15 @@ class Builder:
         operands: the sources of the graph's inputs, in their order.
         limits: of indices, the first one and the one behind the last that PyTorch takes.
         wholes: the tensors of which inputs with gaps are views, if kernels may read parts of these.
+        strided, open_rows: whether kernels need strides that are numbers, or take rows of any
+            extent; see `cutesuper.torch.compile.table.Entry`.
     """
 
     shapes: Shapes
     constants: frozenset[fx.Node]
     wholes: Mapping[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    strided: bool = True
+    open_rows: bool = False
     g: KernelGraph = field(default_factory=KernelGraph)
     built: dict[fx.Node, Any] = field(default_factory=dict)
     operands: list[Given] = field(default_factory=list)
@@ -610,16 +614,25 @@ class Builder:
         return self._inputs[key]
 
     def _shape_of(self, slots: Slots) -> tuple[Dim, ...]:
-        """The shape of an input. Raises Mismatch if another extent than the first is dynamic."""
+        """The shape of an input.
+        Raises Mismatch for a row of dynamic extent, or another stride that must be a number."""
         shape = tuple(self.extent(s) for s in slots)
-        for n, d in enumerate(shape):
-            if n and isinstance(d, Symbol):
-                raise Mismatch(
-                    f"reads a tensor {show_shape(shape)} whose extent {n} is dynamic; of what a "
-                    "kernel reads only the outermost extent may be: leave the others out of "
-                    "dynamic_shapes"
-                )
+        inner = [n for n, d in enumerate(shape) if n and isinstance(d, Symbol)]
+        row = not self.open_rows and inner[-1:] == [len(shape) - 1]
+        if inner and (self.strided or row):
+            raise Mismatch(
+                f"reads a tensor {show_shape(shape)} whose extent {inner[0]} is dynamic; of what "
+                "a kernel reads only the outermost extent may be, and without products any but the "
+                "last: leave others out of dynamic_shapes, or let batches be rows of one dimension"
+            )
         return shape
+
+    def extents(self, graph: KernelGraph) -> tuple[Extent, ...]:
+        """The extents of PyTorch behind the symbols of a graph, in the order of its inputs."""
+        made = {s.name: group.extent for group, s in self._symbols.items()}
+        shapes = (graph.nodes[i].shape for i in graph.inputs)
+        names = dict.fromkeys(d.name for s in shapes for d in s if isinstance(d, Symbol))
+        return tuple(made[n] for n in names)
 
     def lengths(self, node: fx.Node, slots: Slots, offset: int, most: int) -> Tensor:
         """An int32 input with these slots, ``node + offset`` at the call.
@@ -665,6 +678,15 @@ class Builder:
         if x.node.operator != INPUT:
             raise Unsupported(node, "takes rows of what is computed, or stored in another order")
         return x
+
+    def converted(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """A value in an element type; converted once, so that all its readers share it."""
+        if t.dtype.torch == dtype:
+            return t
+        key = (t.index, "converted", dtype)
+        if key not in self._inputs:
+            self._inputs[key] = self.g.convert(t, dtype)
+        return self._inputs[key]
 
     def _type_of(self, t: torch.Tensor) -> torch.dtype:
         """The element type in which a kernel reads a tensor.

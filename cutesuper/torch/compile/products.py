@@ -43,6 +43,7 @@ class Product(Entry):
     """
 
     products: ClassVar[int] = 1
+    strided: ClassVar[bool] = True
     left: str = "self"
     right: str = "mat2"
     added: str = ""
@@ -142,13 +143,11 @@ def _lead(x: Value) -> Value:
 
 def multiplied(b: Builder, node: fx.Node, operand: Any, slots: Slots, rank: int = 2) -> Tensor:
     """An operand of a product, in its element type in PyTorch.
-    Tensor cores round what they multiply."""
-    t = b.tensor(node, operand, slots, rank=rank)
-    if t.dtype.torch != fake(operand).dtype:
-        raise Unsupported(
-            node, f"multiplies {fake(operand).dtype} made of {t.dtype} in the same kernel"
-        )
-    return t
+    Tensor cores round what they multiply, as PyTorch does where autocast puts a cast in front."""
+    t, wanted = b.tensor(node, operand, slots, rank=rank), fake(operand).dtype
+    if t.dtype.torch.itemsize < wanted.itemsize:
+        raise Unsupported(node, f"multiplies {wanted} made of {t.dtype} in the same kernel")
+    return b.converted(t, wanted)
 
 
 def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:

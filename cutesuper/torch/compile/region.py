@@ -24,7 +24,14 @@ from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import CONSTANT, INPUT, Counts
 from cutesuper.ir.subgraph import only
 from cutesuper.pipeline import check_definition
-from cutesuper.torch.compile.factored_dims import Extent, Mismatch, equal, extent_of, leaves
+from cutesuper.torch.compile.factored_dims import (
+    Extent,
+    Mismatch,
+    equal,
+    equal_shapes,
+    extent_of,
+    leaves,
+)
 from cutesuper.torch.compile.graph_builder import (
     FLOATS,
     INTEGERS,
@@ -32,7 +39,6 @@ from cutesuper.torch.compile.graph_builder import (
     Built,
     Given,
     Shapes,
-    Slot,
     Unsupported,
     Value,
     copied_order,
@@ -71,7 +77,7 @@ class Operand:
         node: the tensor that it is made from.
         order: its dimensions, slowest in memory first.
         copied: whether it has gaps or repeats, so that it must be copied first.
-        shape: of its view; -1 for an extent known at the call.
+        shape: of its view; -1 for its first extent that is known at the call.
         dtype: of the input; the tensor is converted if it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
         lengths, fill: see `cutesuper.torch.compile.graph_builder.Given`.
@@ -81,7 +87,7 @@ class Operand:
     node: fx.Node
     order: tuple[int, ...]
     copied: bool
-    shape: tuple[int, ...]
+    shape: tuple[Length, ...]
     dtype: torch.dtype
     part: tuple[int, int] | None
     lengths: tuple[int, int] | None = None
@@ -118,6 +124,7 @@ class Region:
         inputs: of the graph, in order.
         outputs: the nodes that are used outside.
         parts: true if its kernels may work on parts of its inputs and outputs.
+        extents: of PyTorch for the symbolic extents of the graph, in the order of its inputs.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -125,6 +132,7 @@ class Region:
     inputs: tuple[Operand, ...]
     outputs: tuple[Result, ...]
     parts: bool = False
+    extents: tuple[Any, ...] = ()
 
     @cached_property
     def key(self) -> str:
@@ -198,7 +206,9 @@ def _converted(
         _visit(n, inside, shapes, order)
     ends = _ends(nodes, inside, shapes, order)
     wholes = {n: r for n in shapes.inputs if (r := _root(n)) is not None} if parts else {}
-    b = Builder(shapes, frozenset(constants), wholes)
+    entries = [_entry(n) for n in nodes]
+    strided, open_rows = any(e.strided for e in entries), any(e.open_rows for e in entries)
+    b = Builder(shapes, frozenset(constants), wholes, strided, open_rows)
     for n in order:
         try:
             b.set(n, _entry(n).build(b, n, arguments_of(n)))
@@ -215,8 +225,11 @@ def _converted(
         check_definition("trace", graph)
     except (Mismatch, CutesuperError, Unsupported) as error:
         raise explain(nodes[-1], error) from None
-    inputs = tuple(_input_view(b, b.operands[n]) for n in kept)
-    return Region(tuple(nodes), graph, inputs, outputs, parts)
+    try:
+        inputs = tuple(_input_view(b, b.operands[n]) for n in kept)
+    except Mismatch as error:
+        raise explain(nodes[-1], error) from None
+    return Region(tuple(nodes), graph, inputs, outputs, parts, b.extents(graph))
 
 
 @dataclass(frozen=True)
@@ -395,20 +408,20 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
         )
     if tensor.node.operator in (INPUT, CONSTANT):
         raise Unsupported(node, "is an input in another shape")
-    stored = [_lengths(b, value, d, absent) for d in order]
-    shape = tuple(first for first, _ in stored)
-    full = tuple(second for _, second in stored)
+    stored = [_extents(value, d, absent) for d in order]
+    shape, full = ([pair[i] for pair in stored] for i in range(2))
+    expanded = None if equal_shapes(shape, full) else tuple(_length(b, n) for n in full)
     inverse = tuple(order.index(d) for d in range(len(order)))
-    return tensor, Result(node, place, _left(shape), None if full == shape else full, inverse)
+    return tensor, Result(node, place, _left(b, shape), expanded, inverse)
 
 
-def _lengths(b: Builder, value: Value, d: int, absent: set[Any]) -> tuple[Length, Length]:
+def _extents(value: Value, d: int, absent: set[Any]) -> tuple[Extent, Extent]:
     """The extent of a dimension of a view, without and with repeated elements."""
     own = leaves(value.dims[d])
     there = [p for p in own if p not in absent]
     if there and len(there) != len(own):
         raise Mismatch("a dimension of which a part repeats")
-    full = _length(b, extent_of(own))
+    full = extent_of(own)
     return (full if there or not own else 1), full
 
 
@@ -422,19 +435,22 @@ def _length(b: Builder, extent: Extent) -> Length:
     raise Mismatch(f"an extent of {extent}, which no input of the region has")
 
 
-def _left(shape: Sequence[Length]) -> tuple[Length, ...]:
-    """A shape with -1 for its first symbolic extent, the remainder."""
-    symbolic = [i for i, n in enumerate(shape) if isinstance(n, Size)]
-    if not symbolic:
-        return tuple(shape)
-    return tuple(-1 if i == symbolic[0] else n for i, n in enumerate(shape))
+def _left(b: Builder, shape: Sequence[Extent]) -> tuple[Length, ...]:
+    """The extents of a view, with -1 for the first that is known at the call, the remainder.
+    Raises Mismatch for another one that no tensor has."""
+    first = next((i for i, n in enumerate(shape) if not isinstance(n, int)), None)
+    return tuple(-1 if i == first else _length(b, n) for i, n in enumerate(shape))
 
 
 def _input_view(b: Builder, given: Given) -> Operand:
     t = fake(given.node)
-    shape = tuple(_kernel_length(b, s) for s in given.slots)
+    extents = [1 if s is None else extent_of(s) for s in given.slots]
     if given.whole is not None:
         shape = tuple(-1 if isinstance(n, Symbol) else n for n in given.whole)
+    elif given.fill is None and given.lengths is None:
+        shape = _left(b, extents)
+    else:
+        shape = tuple(_length(b, n) for n in extents)
     copied = memory_order(t) is None
     limits = b.limits.get(given.node) if given.dtype == t.dtype and not given.lengths else None
     return Operand(
@@ -459,11 +475,6 @@ def _root(node: fx.Node) -> fx.Node | None:
 
 def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _kernel_length(b: Builder, slot: Slot) -> int:
-    n = b.extent(slot)
-    return -1 if isinstance(n, Symbol) else n
 
 
 def places(nodes: Iterable[fx.Node]) -> str:

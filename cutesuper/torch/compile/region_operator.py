@@ -15,7 +15,7 @@ import json
 import threading
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, prod
 from typing import Any
@@ -41,8 +41,11 @@ from cutesuper.torch.compile import records
 
 #: part of every key: code that a cache holds must not call an operator that has changed since
 VERSION = 2
-#: the name of the symbolic extent in keys
+#: the name of the first symbolic extent in keys; others have a number behind it
 ROWS = "M"
+
+#: the symbolic extents of a call, or those of a search, in the order of the inputs
+Extents = tuple[int, ...]
 
 #: kernels depend on the order of memory, so a compiler must not change it
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
@@ -50,11 +53,11 @@ _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_strid
 
 class Program:
     """A kernel graph as the operator runs it.
-    Kernels on a GPU, a variant for each bucket of the symbolic extent; the reference executor
+    Kernels on a GPU, a variant for the buckets of the symbolic extents; the reference executor
     elsewhere.
 
     Attributes:
-        graph: with `ROWS` for its symbolic extent, if it has one.
+        graph: its symbolic extents are `ROWS`, ``M1``, and so on.
         target: the GPU to optimize for; None is the one of the tensors.
         budget_s: seconds that a search may take.
         searched_s: seconds that searches took, in whichever process.
@@ -67,46 +70,52 @@ class Program:
         self.searched_s = 0.0
         self._signature = Signature(graph)
         self._defined = Defined(graph, "compile the model again, after torch.compiler.reset()")
-        self._found: Kept[tuple[int, str], tuple[SearchResult, pipeline.Choice]] = Kept()
-        self._brought: dict[tuple[int, str, float], pipeline.Outcome] = {}
-        self._variants: Kept[tuple[int, str], Variant] = Kept()
-        self._runners: Kept[tuple[int, torch.device], Runner] = Kept()
+        self._found: Kept[tuple[Extents, str], tuple[SearchResult, pipeline.Choice]] = Kept()
+        self._brought: dict[tuple[Extents, str, float], pipeline.Outcome] = {}
+        self._variants: Kept[tuple[Extents, str], Variant] = Kept()
+        self._runners: Kept[tuple[Extents, torch.device], Runner] = Kept()
         self._reference = reference_of(graph)
         self._lock = threading.Lock()
-        self._most_rows = _most(graph.nodes[i].shape for i in (*graph.inputs, *graph.outputs))
+        self._most = _most(graph.nodes[i].shape for i in (*graph.inputs, *graph.outputs))
 
     @property
-    def most_rows(self) -> int:
-        """The largest symbolic extent that the kernels compiled so far allow.
-        Beyond it, offsets do not fit into 32 bits."""
-        return self._most_rows
+    def most(self) -> dict[tuple[str, ...], int]:
+        """The largest products of symbolic extents that the kernels compiled so far allow.
+        Beyond them, offsets do not fit into 32 bits."""
+        return dict(self._most)
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Names of the extents that are known only at the call: `ROWS`, or none."""
+        """Names of the extents that are known only at the call."""
         return tuple(s.name for s in self._signature.symbols)
+
+    def fits(self, extents: Sequence[Any]) -> bool:
+        """True if the kernels compiled so far allow these symbolic extents.
+        If they are symbols of torch, the comparisons become guards."""
+        known = dict(zip(self.symbols, extents, strict=True))
+        return all(prod(known[n] for n in names) <= most for names, most in self._most.items())
 
     # ---------------------------------------------------------------------------------- making
 
     def found(
-        self, rows: int, target: Target, most_us: float = inf
+        self, extents: Extents, target: Target, most_us: float = inf
     ) -> tuple[SearchResult, pipeline.Choice]:
-        """The search's choice for this number of rows; verified, not compiled.
+        """The search's choice for these symbolic extents; verified, not compiled.
 
         Raises:
             TooDear: every program costs more than ``most_us``, if that is what ended the search.
             CutesuperError: from `cutesuper.superoptimize`.
         """
-        bucket = self._bucket(rows)
+        bucket = self._bucket(extents)
         return self._found.made(
             (bucket, target.name), lambda: self._search(bucket, target, most_us)
         )
 
     def _search(
-        self, bucket: int, target: Target, most_us: float
+        self, bucket: Extents, target: Target, most_us: float
     ) -> tuple[SearchResult, pipeline.Choice]:
         self._defined.check()
-        graph = self.graph.with_hints({ROWS: bucket})
+        graph = self._hinted(bucket)
         options = self._options(target)
         known = records.found(graph, options)
         if known is not None:
@@ -120,46 +129,49 @@ class Program:
         records.keep(graph, options, found[1])
         return found
 
-    def wanted(self, rows: int, target: Target) -> tuple[KernelGraph, pipeline.Options] | None:
+    def wanted(
+        self, extents: Extents, target: Target
+    ) -> tuple[KernelGraph, pipeline.Options] | None:
         """The search that `found` would begin, for another process.
         None if there is none, or if it must be done in this one: others do not know the operators
         that were added to the table."""
-        bucket = self._bucket(rows)
-        graph, options = self.graph.with_hints({ROWS: bucket}), self._options(target)
+        bucket = self._bucket(extents)
+        graph, options = self._hinted(bucket), self._options(target)
         here = (bucket, target.name) in self._found or added(names_of(graph))
         if here or records.has(graph, options) or records.tuned(graph, options):
             return None
         return graph, options
 
-    def bring(self, rows: int, target: Target, most_us: float, outcome: pipeline.Outcome) -> None:
+    def bring(
+        self, extents: Extents, target: Target, most_us: float, outcome: pipeline.Outcome
+    ) -> None:
         """Take the end of the search that `wanted` named; `found` gives or raises it once."""
-        self._brought[self._bucket(rows), target.name, most_us] = outcome
+        self._brought[self._bucket(extents), target.name, most_us] = outcome
 
-    def tuned(self, rows: int, target: Target) -> tuple[str, ...]:
-        """The programs that the tuner has stored for this number of rows: file and time."""
-        graph = self.graph.with_hints({ROWS: self._bucket(rows)})
-        return records.tuned(graph, self._options(target))
+    def tuned(self, extents: Extents, target: Target) -> tuple[str, ...]:
+        """The programs that the tuner has stored for these symbolic extents: file and time."""
+        return records.tuned(self._hinted(self._bucket(extents)), self._options(target))
 
-    def variant(self, rows: int, device: torch.device) -> Variant:
-        """The compiled kernels for this number of rows. Raises CutesuperError."""
-        bucket = self._bucket(rows)
+    def variant(self, extents: Extents, device: torch.device) -> Variant:
+        """The compiled kernels for these symbolic extents. Raises CutesuperError."""
+        bucket = self._bucket(extents)
         with torch.cuda.device(device):
             target = self.target_on(device)
             return self._variants.made(
-                (bucket, target.name), lambda: self._compiled(rows, bucket, target)
+                (bucket, target.name), lambda: self._compiled(bucket, target)
             )
 
-    def _compiled(self, rows: int, bucket: int, target: Target) -> Variant:
+    def _compiled(self, bucket: Extents, target: Target) -> Variant:
         self._defined.check()
-        graph = self.graph.with_hints({ROWS: bucket})
-        found = self.found(rows, target)
+        graph, found = self._hinted(bucket), self.found(bucket, target)
         made = pipeline.compiled(graph, self._options(target), KernelCache(), *found)
         between = [s for s, _ in made.intermediates]
         for shape in between:
             if open_size(shape):
                 check_size("a tensor between kernels", [extent(d) for d in shape])
         with self._lock:
-            self._most_rows = min(self._most_rows, _most(between))
+            for names, most in _most(between).items():
+                self._most[names] = min(most, self._most.get(names, most))
         return made
 
     def target_on(self, device: torch.device) -> Target:
@@ -184,8 +196,12 @@ class Program:
     def _options(self, target: Target) -> pipeline.Options:
         return pipeline.Options(target, budget_s=self.budget_s)
 
-    def _bucket(self, rows: int) -> int:
-        return bucket_of(rows) if self.symbols else 0
+    def _hinted(self, bucket: Extents) -> KernelGraph:
+        return self.graph.with_hints(dict(zip(self.symbols, bucket, strict=True)))
+
+    @staticmethod
+    def _bucket(extents: Extents) -> Extents:
+        return tuple(map(bucket_of, extents))
 
     # --------------------------------------------------------------------------------- calling
 
@@ -203,19 +219,18 @@ class Program:
         self._defined.check_table()
         given = [usable(t) for t in inputs]
         if not all(t.numel() for t in given):
-            rows, run = self._rows(given), self._reference  # there is nothing to launch
+            extents, run = self._extents(given), self._reference  # there is nothing to launch
         else:
-            extents = self._signature.bind(given)
-            if extents is None:
+            bound = self._signature.bind(given)
+            if bound is None:
                 raise self._signature.refusal(
                     given, "this operator has no backward; call it under torch.no_grad()"
                 )
-            rows = next(iter(extents.values()), 1)
-            run = self._runner(rows, given[0].device)
+            extents, run = bound, self._runner(tuple(bound.values()), given[0].device)
         if run is self._reference:
             self._defined.check()
-        outputs = self._outputs(given, rows, places)
-        run(given, outputs, rows)
+        outputs = self._outputs(given, extents, places)
+        run(given, outputs, extents)
         for n in places:
             t = inputs[self._signature.continued[n]]
             if outputs[n] is not t:  # it could not be written as it lies
@@ -230,7 +245,7 @@ class Program:
             raise GraphError(
                 f"cutesuper::region: {len(self._signature.names)} inputs, got {len(inputs)}"
             )
-        outputs = self._outputs(inputs, self._rows(inputs), places)
+        outputs = self._outputs(inputs, self._extents(inputs), places)
         return [t for n, t in enumerate(outputs) if n not in places]
 
     def with_bases(
@@ -242,14 +257,16 @@ class Program:
         count = len(self._signature.names)
         return [own[k] if k in own else next(rest) for k in range(count)]
 
-    def _rows(self, inputs: Sequence[torch.Tensor]) -> int:
+    def _extents(self, inputs: Sequence[torch.Tensor]) -> dict[str, int]:
+        found: dict[str, int] = {}
         for t, shape in zip(inputs, self._signature.shapes, strict=True):
-            if shape and isinstance(shape[0], Symbol):
-                return t.shape[0]
-        return 1
+            for n, d in zip(t.shape, shape, strict=True):
+                if isinstance(d, Symbol):
+                    found.setdefault(d.name, n)
+        return found
 
     def _outputs(
-        self, inputs: Sequence[torch.Tensor], rows: int, places: Sequence[int]
+        self, inputs: Sequence[torch.Tensor], extents: Mapping[str, int], places: Sequence[int]
     ) -> list[torch.Tensor]:
         like, made = inputs[0], self._signature.continued
         return [
@@ -257,29 +274,33 @@ class Program:
             if n in places
             else inputs[made[n]].clone(memory_format=torch.contiguous_format)
             if n in made
-            else like.new_empty([rows if isinstance(d, Symbol) else d for d in shape], dtype=dtype)
+            else like.new_empty(
+                [extents[d.name] if isinstance(d, Symbol) else d for d in shape], dtype=dtype
+            )
             for n, (shape, dtype) in enumerate(self._signature.outputs)
         ]
 
-    def _runner(self, rows: int, device: torch.device) -> Runner:
+    def _runner(self, extents: Extents, device: torch.device) -> Runner:
         if device.type not in KERNEL_DEVICES:
             return self._reference
-        if rows > self._most_rows:
+        if not self.fits(extents):
             raise ShapeError(
-                f"cutesuper::region: a compiled model is called with {rows} rows, and its kernels "
-                f"compute offsets of at most {self._most_rows} of them in 32 bits; split the "
-                "batch, or call torch.compiler.reset() to have it compiled for this size"
+                f"cutesuper::region: a compiled model is called with {_rows(extents)}, and its "
+                "kernels compute offsets in 32 bits; split the batch, or call "
+                "torch.compiler.reset() to have it compiled for this size"
             )
-        key = (self._bucket(rows), device)
-        return self._runners.get(key) or self._runners.made(key, lambda: self._made(rows, device))
+        key = (self._bucket(extents), device)
+        return self._runners.get(key) or self._runners.made(
+            key, lambda: self._made(extents, device)
+        )
 
-    def _made(self, rows: int, device: torch.device) -> Runner:
-        refuse_capture(f"cutesuper::region of a compiled model, with about {rows} rows")
+    def _made(self, extents: Extents, device: torch.device) -> Runner:
+        refuse_capture(f"cutesuper::region of a compiled model, with about {_rows(extents)}")
         try:
-            launches = self.variant(rows, device).launches
+            launches = self.variant(extents, device).launches
         except CutesuperError as error:
             warnings.warn(
-                f"a compiled model is called with {rows} rows, for which there are no kernels "
+                f"a compiled model is called with {_rows(extents)}, for which there are no kernels "
                 f"({error}); operators of PyTorch compute this part, slowly",
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
@@ -287,10 +308,20 @@ class Program:
         return launcher(launches, device)
 
 
-def _most(shapes: Iterable[Shape]) -> int:
-    """The largest number of rows for kernels, which compute offsets in 32 bits."""
-    per_row = [prod(map(extent, s[1:])) for s in shapes if s and isinstance(s[0], Symbol)]
-    return MAX_ELEMENTS // max(per_row, default=1)
+def _rows(extents: Extents) -> str:
+    """Symbolic extents in words: ``4096 rows``, or ``8 x 512 rows``."""
+    return f"{' x '.join(map(str, extents))} rows"
+
+
+def _most(shapes: Iterable[Shape]) -> dict[tuple[str, ...], int]:
+    """The largest products of symbolic extents for kernels, which compute offsets in 32 bits.
+    By the names of the symbols, sorted, of the tensors that have them."""
+    found: dict[tuple[str, ...], int] = {}
+    for shape in filter(open_size, shapes):
+        names = tuple(sorted(d.name for d in shape if isinstance(d, Symbol)))
+        most = MAX_ELEMENTS // prod(d for d in shape if isinstance(d, int))
+        found[names] = min(most, found.get(names, most))
+    return found
 
 
 # -------------------------------------------------------------------------------------------- keys
@@ -304,10 +335,10 @@ def key_of(graph: KernelGraph, target: Target | None = None) -> str:
     The rest of the key, the target's name, the graph itself, and the definitions of operators that
     were added to the package's own.
 
-    Equal programs have equal keys, regardless of the names of inputs and of the symbolic extent.
+    Equal programs have equal keys, regardless of the names of inputs and of symbolic extents.
 
     Raises:
-        GraphError: no input, or several symbolic extents.
+        GraphError: no input.
     """
     data = serial.to_dict(_canonical(graph))
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
@@ -350,18 +381,22 @@ def _read(key: str) -> Program:
 
 
 def _canonical(graph: KernelGraph) -> KernelGraph:
-    names = {d.name for n in graph.nodes for d in n.shape if isinstance(d, Symbol)}
-    if len(names) > 1:
-        raise GraphError(f"region: symbolic extents {', '.join(sorted(names))}; it may have one")
     if not graph.inputs:
         raise GraphError("region: it has no input, so nobody knows on which device to run")
+    names = {d.name: Symbol(f"{ROWS}{n or ''}") for n, d in enumerate(symbols_of(graph))}
     places = {i: n for n, i in enumerate(graph.inputs)}
     result = KernelGraph(outputs=list(graph.outputs))
     for i, node in enumerate(graph.nodes):
-        shape = tuple(Symbol(ROWS) if isinstance(d, Symbol) else d for d in node.shape)
+        shape = tuple(names[d.name] if isinstance(d, Symbol) else d for d in node.shape)
         name = f"x{places[i]}" if i in places else node.name
         result.nodes.append(replace(node, shape=shape, name=name))
     return result
+
+
+def symbols_of(graph: KernelGraph) -> list[Symbol]:
+    """The symbolic extents of a graph, in the order of its inputs."""
+    shapes = (graph.nodes[i].shape for i in graph.inputs)
+    return list({d.name: d for s in shapes for d in s if isinstance(d, Symbol)}.values())
 
 
 # ---------------------------------------------------------------------------------------- operator

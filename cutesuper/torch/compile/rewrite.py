@@ -122,10 +122,10 @@ def _operand(
 ) -> fx.Node:
     node = replaced.get(o.node, o.node)
     val = node.meta["val"]
-    shape = list(val.shape)
+    shape, wanted = list(val.shape), _lengths(graph, o.shape, replaced)
     if o.fill is not None:
         options = {"dtype": o.dtype, "device": val.device, "pin_memory": False}
-        return graph.call_function(_aten.full.default, (list(o.shape), o.fill), options)
+        return graph.call_function(_aten.full.default, (wanted, o.fill), options)
     if o.lengths is not None:
         node = _lengths_of(graph, node, val.dtype, *o.lengths)
     if o.limits is not None and val.device.type not in KERNEL_DEVICES:
@@ -140,12 +140,12 @@ def _operand(
             _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
         )
     if o.lengths is not None and prod(shape) == 1 and o.shape != (1,):
-        return _of_all(graph, node, list(o.shape))
-    if not all(type(n) is int for n in shape) or list(o.shape) != shape:
+        return _of_all(graph, node, wanted)
+    if not all(type(n) is int for n in shape) or wanted != shape:
         # a traced program may get other strides than it was traced with; a graph of Inductor is
         # compiled for its strides
         reshaped = _aten.reshape.default if any_strides else _aten.view.default
-        node = graph.call_function(reshaped, (node, list(o.shape)))
+        node = graph.call_function(reshaped, (node, wanted))
     if o.part is not None:
         node = graph.call_function(_aten.slice.Tensor, (node, 0, *o.part))
     return node

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from cutesuper.search.search import show
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.ahead import Ahead
 from cutesuper.torch.compile.case import Case, Place, Seconds
-from cutesuper.torch.compile.graph_builder import fake
 from cutesuper.torch.compile.internals import apart, compile_inner, compile_with
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import Region
@@ -136,16 +134,12 @@ def _bounded(decision: Decision) -> Decision:
     """Refuse a region with more rows than kernels can address.
     If their number is symbolic, the comparison becomes a guard of the compiled model: with more it
     is compiled anew, and refused."""
-    region, most = decision.region, program_of(decision.key).most_rows
-    for o in region.inputs if decision.verdict.taken else ():
-        if -1 in o.shape and o.part is None and o.lengths is None:
-            rest = prod(n for n in o.shape if n != -1)
-            if fake(o.node).numel() > most * rest:
-                reason = f"more than {most} rows, of which offsets do not fit into 32 bits"
-                return replace(
-                    decision, verdict=replace(decision.verdict, taken=False, reason=reason)
-                )
-    return decision
+    program = program_of(decision.key)
+    if not decision.verdict.taken or program.fits(decision.region.extents):
+        return decision
+    most = min(program.most.values())
+    reason = f"more than {most} rows, of which offsets do not fit into 32 bits"
+    return replace(decision, verdict=replace(decision.verdict, taken=False, reason=reason))
 
 
 def _known_or_judged(case: Case) -> Verdict:
@@ -219,7 +213,7 @@ def _found(case: Case) -> Verdict:
     """The verdict of the search. Raises CutesuperError."""
     theirs = case.inductor_us
     try:
-        _, choice = case.program.found(case.sample.rows, case.target, case.most_us)
+        _, choice = case.program.found(case.sample.extents, case.target, case.most_us)
     except TooDear as error:
         times = f"at least {error.least_us:.1f} us expected, {theirs:.1f} us of Inductor's kernels"
         return Verdict(False, times, predicted_us=error.least_us, baseline_us=theirs)
@@ -272,7 +266,7 @@ def _compile(case: Case) -> None:
     """Compile the kernels of a region, if they run on its device. Raises CutesuperError."""
     if case.runs:
         with case.seconds.on("compile"):
-            case.program.variant(case.sample.rows, case.device)
+            case.program.variant(case.sample.extents, case.device)
 
 
 def _checked(verdict: Verdict, case: Case) -> Verdict:

@@ -33,12 +33,17 @@ class Entry:
         products: the number of products of matrices that it stands for.
         unread: names of arguments whose elements make no difference.
         finds_places: it has places of elements as a result, or among its results.
+        strided: its kernels need strides that are numbers: of what they read only the outermost
+            extent may be known at the call.
+        open_rows: its kernels take rows of any extent, too.
     """
 
     changes: ClassVar[bool] = False
     products: ClassVar[int] = 0
     unread: ClassVar[tuple[str, ...]] = ()
     finds_places: ClassVar[bool] = False
+    strided: ClassVar[bool] = False
+    open_rows: ClassVar[bool] = False
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
         """False for arguments with which no kernel graph has the operator.

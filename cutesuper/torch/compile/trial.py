@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.dims import extent
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.ir.relations import ordered, reachable
 from cutesuper.torch.compile.attention import AttentionBackward
@@ -23,6 +23,7 @@ from cutesuper.torch.compile.attention_exact import attention
 from cutesuper.torch.compile.internals import hint_of
 from cutesuper.torch.compile.length_masks import makers
 from cutesuper.torch.compile.region import Length, Region, Size
+from cutesuper.torch.compile.region_operator import Extents, symbols_of
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.table import arguments_of, entry_of, is_free
@@ -90,10 +91,9 @@ class Sample:
         return all(d is not None for n in self.sources for d in _sizes(n.meta["val"]))
 
     @cached_property
-    def rows(self) -> int:
-        """The symbolic extent of the kernels in that call; 1 if there is none."""
-        shapes = [n.shape for n in self.region.graph.nodes]
-        return next((d.hint for s in shapes for d in s if isinstance(d, Symbol)), 1)
+    def extents(self) -> Extents:
+        """The symbolic extents of the kernels in that call."""
+        return tuple(d.hint for d in symbols_of(self.region.graph))
 
     @cached_property
     def text(self) -> str:
@@ -224,8 +224,9 @@ def moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
         )
         for r in region.outputs
     )  # fmt: skip
-    inputs = tuple(replace(o, node=new[o.node]) for o in region.inputs)
-    return Region(tuple(new[n] for n in region.nodes if n in new), region.graph, inputs, outputs)
+    inputs = tuple(replace(o, node=new[o.node], shape=lengths(o.shape)) for o in region.inputs)
+    nodes = tuple(new[n] for n in region.nodes if n in new)
+    return Region(nodes, region.graph, inputs, outputs, extents=region.extents)
 
 
 # ---------------------------------------------------------------------------------------- numbers
