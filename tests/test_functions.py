@@ -141,28 +141,33 @@ def test_every_stage_knows_a_pair(p: Any) -> None:
     assert all(map(is_known, names))
 
 
-#: of the first operand alone
-ONE_SLOPE = ("copysign",)
+#: operands with a slope; that of the other is 0, or the cotangent
+OF_ONE_ALONE = {"copysign": "a", "fmod": "b", "remainder": "b"}
 OF_TWO = ("maximum", "raised", "xlogy", "hypot", "mul",
           *(p.name for p in PAIRS if p.name != "floor_divide"))  # fmt: skip
 
 
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("name", OF_TWO)
-def test_slopes_of_two_numbers_at_odd_points(name: str) -> None:
-    """Those of PyTorch's operator, for ties, infinities and NaN, summed over what was repeated."""
-    points = torch.tensor([x for x in ODD if abs(x) != 1e308], dtype=torch.float64)
-    x, y = (points.view(s).clone().requires_grad_() for s in ((-1, 1), (1, -1)))
+def test_slopes_of_two_numbers_at_odd_points(name: str, summed: bool) -> None:
+    """Those of PyTorch's operator, for ties, infinities and NaN; ``summed``: over what was
+    repeated."""
+    points = [x for x in ODD if abs(x) not in (1e308, 5e-324)]
+    points = torch.tensor(points, dtype=torch.float64)
     dy = torch.tensor([1, inf, nan, 0], dtype=torch.float64)[:, None, None]
     dy = dy.expand(4, len(points), len(points)).contiguous()
+    one, other = points[:, None].expand(dy.shape), points.expand(dy.shape)
+    if summed:
+        one, other = one[..., :1], other[:, :1]
+    x, y = (t.contiguous().requires_grad_() for t in (one, other))
     g = new_kernel_graph()
-    a, b = (g.new_input((4, *shape), name=n) for n, shape in (("a", x.shape), ("b", y.shape)))
-    g.mark_output(g.apply(name, a, b))
-    read = [a] if name in ONE_SLOPE else [a, b]
-    x, y = (t.detach().expand(4, *t.shape).contiguous().requires_grad_() for t in (x, y))
+    both = {"a": x, "b": y}
+    g.mark_output(g.apply(name, *(g.new_input(tuple(t.shape), name=n) for n, t in both.items())))
+    read = list(OF_ONE_ALONE.get(name, "ab"))
     TABLE[name].reference([x, y], {}).backward(dy)
     found = evaluate(cs.grad(g, wrt=read), [x.detach(), y.detach(), dy], torch.float64)
-    for t, d in zip((x, y)[: len(read)], found, strict=True):
-        torch.testing.assert_close(d, t.grad, equal_nan=True, rtol=1e-9, atol=1e-15)
+    for n, d in zip(read, found, strict=True):
+        torch.testing.assert_close(d, both[n].grad, equal_nan=True, rtol=1e-9, atol=1e-15)
 
 
 def test_devices_have_the_functions() -> None:

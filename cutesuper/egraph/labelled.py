@@ -248,6 +248,27 @@ Group = tuple[int, int]  # input, number of the load
 MAX_UNSHARED = 96
 
 
+def label_apart(region: Region, program: LabelledProgram) -> LabelledProgram | None:
+    """Label a region with a load for every use of an input; None if that helps no product.
+
+    before: keys that are values, too, are ``X[N, K]`` where scores contract K and the result has it
+    as its columns: one loop over K for both; after: ``X[N, K]`` and ``X[N, N2]``.
+
+    Args:
+        region: the region.
+        program: what `label` gives for it.
+    """
+    products = [op for op in program.ops if op.facets.contracts]
+    contracted = {(i, op.over) for op in products for i in op.inputs}
+    result = {(i, d) for op in products for i in op.inputs for d in op.labels}
+    both = contracted & result
+    if not any(program.ops[i].kind == LOAD for i, _ in both):
+        return None
+    value = {u: region.ops[u[0]].operands[u[1]].value for u in _uses(region)}
+    found = _Unification(region, {u: (v, n) for n, (u, v) in enumerate(value.items())})
+    return found.program() if found.consistent else None
+
+
 def _uses(region: Region) -> list[Use]:
     """All uses of inputs."""
     return [

@@ -97,7 +97,7 @@ def _pow_slopes(g: Derivation, x: Tensor, y: Tensor, z: Tensor, dz: Tensor) -> t
     nothing = g.mul(is_zero(g, x), g.at_least(y, 0.0))
     return (
         except_where(g, is_zero(g, y), steep),
-        except_where(g, nothing, g.mul(dz, g.mul(z, g.log(x)))),
+        g.mul(dz, except_where(g, nothing, g.mul(z, g.log(x)))),
     )
 
 
@@ -106,8 +106,9 @@ def _truncated(g: Derivation, x: Tensor) -> Tensor:
 
 
 def _atan2_slopes(g: Derivation, x: Tensor, y: Tensor, z: Tensor, dz: Tensor) -> tuple[Tensor, ...]:
-    """y / (x^2 + y^2) and -x / (x^2 + y^2)."""
-    share = g.div(dz, g.add(g.square(x), g.square(y)))
+    """y / (x^2 + y^2) and -x / (x^2 + y^2), 0 at the origin."""
+    size = g.add(g.square(x), g.square(y))
+    share = g.mul(dz, except_where(g, is_zero(g, size), g.div(1.0, size)))
     return g.mul(share, y), g.mul(g.mul(share, x), -1.0)
 
 
