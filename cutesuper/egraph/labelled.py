@@ -53,6 +53,14 @@ class RegionOp:
         """The operator's entry in the table."""
         return facets(self.kind)
 
+    @property
+    def hides_nothing(self) -> bool:
+        """True for a mask by positions alone of one column, or of one row that sees all."""
+        if not self.facets.masks or self.facets.integers:
+            return False
+        one_row = self.shape[-2] == 1 and dict(self.attributes)["alignment"] == "bottom_right"
+        return one_row or self.shape[-1] == 1
+
 
 @dataclass(frozen=True)
 class Region:
@@ -586,8 +594,7 @@ class _Unification:
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:
-            one_row = op.shape[-2] == 1 and attributes["alignment"] == "bottom_right"
-            if one_row or op.shape[-1] == 1:  # nothing is hidden: the operand itself
+            if op.hides_nothing:
                 return args[0]
             attributes |= self._causal(i, op)
         made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)

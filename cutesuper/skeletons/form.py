@@ -75,7 +75,8 @@ def needs_positions(region: Region) -> str | None:
     """Reason why neither products nor rows run a region: masks, or pages; None if they may."""
     for op in region.ops:
         operator = lookup(op.kind)
-        if operator.masks and operator.counts != Counts.LABELS:  # rows know the column of a label
+        needed = operator.masks and not op.hides_nothing
+        if needed and operator.counts != Counts.LABELS:  # rows know the column of a label
             needs = (
                 "and it stores no scores; mask scores [..., queries, keys] between the product "
                 "that makes them and the one that contracts the keys"
