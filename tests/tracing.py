@@ -245,6 +245,8 @@ CORPUS: list[Case] = [
     ("any powers",
      lambda x, y: (x.abs() ** (1 / 3), x**17, x.abs() ** y, 0.3**x, (-2) ** x.round()), (X, Y)),
     ("angles of points", lambda x, y: torch.atan2(x, y) + torch.copysign(x, y), (X, Y)),
+    ("norms of odd orders", lambda x: (x.norm(3, -1), torch.linalg.vector_norm(x * 0, 2.5, -1)),
+     (X,)),
     ("an element of each row", lambda x, i: x.softmax(-1).gather(-1, i[..., None])[..., 0] * 2,
      (X, PLACES)),
     ("the loss of labels",
