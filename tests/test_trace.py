@@ -725,7 +725,7 @@ def test_arguments_of_another_kind_are_refused() -> None:
     with pytest.raises(TraceError, match=r"an argument is of numpy\.ndarray; give it tensors"):
         cs.superoptimize(double, (x.numpy(),))
     norm = torch.nn.BatchNorm1d(64)
-    with pytest.raises(TraceError, match="closes over, as batch norm .*the module itself"):
+    with pytest.raises(TraceError, match=r"closes over, as batch norm .*the module itself"):
         cs.superoptimize(lambda x: norm(x) * 2, (x,))
     with pytest.raises(OptionError, match=r"explain\(str, ...\): give it a module or a function"):
         cs.explain("double", (x,))  # type: ignore[arg-type]

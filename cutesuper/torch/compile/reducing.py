@@ -302,8 +302,8 @@ class _Truth(Reduction):
 
 
 class _VectorNorm(Reduction):
-    """A root of the sum of powers of absolute values, as high as the order; their maximum for
-    infinity."""
+    """The root of the sum of squares, or of powers of absolute values of another order.
+    Their maximum for the order infinity."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if self._order(a) < 1.0:
