@@ -303,6 +303,26 @@ def test_products_that_cannot_be_verified_as_one_kernel_are_several() -> None:
         assert [op.kind for op in step.program.ops].count("matmul") <= 1
 
 
+@pytest.mark.parametrize("queries", ["own", "keys"])
+def test_keys_that_are_values_are_read_in_two_roles(queries: str) -> None:
+    """As keys their columns are contracted, as values they are those of the result."""
+    g = new_kernel_graph()
+    x = g.new_input((2, 33, 64), name="X")
+    q = g.new_input((2, 40, 64), name="Q") if queries == "own" else x
+    g.mark_output(g.scaled_dot_product_attention(q, x, x, is_causal=True))
+    mu = search(g, H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
+    [step] = mu.steps
+    assert isinstance(make_plan(step, mu.tensors, H200), AttentionPlan)
+    assert verify(g, mu).equal and compare(g, mu)
+
+
+def test_masks_that_hide_nothing_need_no_positions() -> None:
+    g = new_kernel_graph()
+    g.mark_output(g.exp(g.causal_mask(g.new_input((16, 1), name="X"))))
+    mu = search(g, H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
+    assert verify(g, mu).equal and compare(g, mu)
+
+
 def test_a_symbolic_batch() -> None:
     g = new_kernel_graph()
     b = symbol("B", hint=16)

@@ -20,6 +20,7 @@ from cutesuper.ir.evaluate import evaluate, run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.ir.operators.base import TABLE, Operator
 from cutesuper.ir.operators.composed import COMPOSED
+from cutesuper.ir.operators.pairs import PAIRS
 from cutesuper.ir.operators.pointwise import FUNCTIONS
 from cutesuper.ir.serial import dumps, loads
 from cutesuper.search.search import SearchOptions, search
@@ -207,6 +208,11 @@ for _f in FUNCTIONS:
 CASES["convert"] = (lambda g, x, y: g.convert(x, "bf16") @ g.convert(y, "bf16"), ((3, 4), (4, 5)))
 CASES["at_least"] = (lambda g, x, y: g.at_least(x, y) * x * y, ((5, 6), (6,)))
 CASES["maximum"] = (lambda g, x, y: g.maximum(x, y), ((5, 6), (6,)))
+for _p in PAIRS:  # away from steps, with a positive base
+    CASES[_p.name] = (
+        lambda g, x, y, p=_p: g.apply(p.name, g.square(x) + 0.3, y * 0.1 + 2.0) * x * y,
+        ((5, 6), (6,)),
+    )
 CASES["raised"] = (lambda g, x, y: g.raised(x, y), ((5, 6), (6,)))
 CASES["xlogy"] = (lambda g, x, y: g.xlogy(x, g.square(y) + 0.5), ((5, 6), (6,)))
 CASES["hypot"] = (lambda g, x, y: g.hypot(x, y), ((5, 6), (6,)))

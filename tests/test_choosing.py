@@ -18,7 +18,7 @@ from cutesuper.verify.equivalence import Verification, Verifier
 from cutesuper.verify.numeric import compare
 from tests.mugraphs import Block, mugraph
 
-NAMES = ("at_least", "maximum", "keep", "hide", "lift")
+NAMES = ("at_least", "maximum", "keep", "hide", "lift", "pow")
 
 
 def chosen(name: str, factor: float) -> KernelGraph:
@@ -155,6 +155,10 @@ HIDDEN: dict[str, tuple[Program, Program]] = {
     "a denominator that may be negative behind the mask": (
         lambda b, x, y, z: b.mask(b.op("div", x, y)),
         lambda b, x, y, z: b.op("div", b.mask(x), y),
+    ),
+    "the power of what is hidden": (
+        lambda b, x, y, z: b.op("sub", x, x),
+        lambda b, x, y, z: b.op("sub", *[b.op("pow", b.mask(x), y)] * 2),
     ),
     "0 times what is hidden": (
         lambda b, x, y, z: b.mask(b.op("mul", x, b.op("relu", y))),

@@ -201,7 +201,7 @@ def judge_extents(
         assert report, report.message
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(1, 7), (20, 33), (29, 20)])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 7), (20, 33), (29, 20), (4, 1)])
 def test_gradients_of_what_a_function_reads(rows: int, keys: int) -> None:
     sides = [torch.randn(2, h, n, 32, dtype=torch.float64)
              for h, n in ((4, rows), (2, keys), (2, keys))]  # fmt: skip
@@ -215,7 +215,7 @@ def test_gradients_of_what_a_function_reads(rows: int, keys: int) -> None:
 
 
 def test_rectangles() -> None:
-    for rows, keys in ((1, 7), (20, 33), (29, 20)):
+    for rows, keys in ((1, 7), (20, 33), (29, 20), (5, 1), (1, 1)):
         judge_extents(rows, keys, "cpu", torch.float32)
 
 

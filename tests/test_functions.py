@@ -20,6 +20,7 @@ from cutesuper.ir.field import FieldAlgebra, uniform
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.operators.composed import COMPOSED, Hardtanh, Power
+from cutesuper.ir.operators.pairs import PAIRS, pair
 from cutesuper.ir.operators.pointwise import FUNCTIONS, Clamp, Function, function
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.kernel.hostmath import HostMath
@@ -126,21 +127,47 @@ def test_values_and_slopes_at_odd_points(name: str, attributes: tuple[float, ...
         torch.testing.assert_close(found, x.grad, equal_nan=True, rtol=1e-9, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", ["maximum", "raised", "xlogy", "hypot", "mul"])
-def test_slopes_of_two_numbers_at_odd_points(name: str) -> None:
-    """Those of PyTorch's operator, for ties, infinities and NaN, summed over what was repeated."""
-    points = torch.tensor([x for x in ODD if abs(x) != 1e308], dtype=torch.float64)
-    x, y = (points.view(s).clone().requires_grad_() for s in ((-1, 1), (1, -1)))
+@pytest.mark.parametrize("p", [TABLE[c.name] for c in PAIRS], ids=lambda p: p.name)
+def test_every_stage_knows_a_pair(p: Any) -> None:
+    """The numbers of Python, NumPy and PyTorch, where quotients round up, for all signs."""
+    for x, y in ((7.25, 2.0), (-7.25, 2.0), (7.25, -2.0), (-6.0, 2.0), (6.0, 0.1), (0.0, 3.0)):
+        x = abs(x) if p.name == "pow" else x
+        want = p.reference([torch.tensor(t, dtype=torch.float64) for t in (x, y)], {}).item()
+        assert p.scalar(HostMath, [x, y], {}) == pytest.approx(want, rel=1e-12, abs=1e-12)
+        found = p.scalar(ArrayMath, [np.array([x]), np.array([y])], {})
+        assert found == pytest.approx(want, rel=1e-12, abs=1e-12)
+    assert getattr(new_kernel_graph(), p.name).__doc__ == type(p).__doc__
+    names = (n for n in p.torch_names if hasattr(getattr(torch.ops.aten, p.name), n.split(".")[-1]))
+    assert all(map(is_known, names))
+
+
+#: operands with a slope; that of the other is 0, or the cotangent
+OF_ONE_ALONE = {"copysign": "a", "fmod": "b", "remainder": "b"}
+OF_TWO = ("maximum", "raised", "xlogy", "hypot", "mul",
+          *(p.name for p in PAIRS if p.name != "floor_divide"))  # fmt: skip
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("name", OF_TWO)
+def test_slopes_of_two_numbers_at_odd_points(name: str, summed: bool) -> None:
+    """Those of PyTorch's operator, for ties, infinities and NaN; ``summed``: over what was
+    repeated."""
+    points = [x for x in ODD if abs(x) not in (1e308, 5e-324)]
+    points = torch.tensor(points, dtype=torch.float64)
     dy = torch.tensor([1, inf, nan, 0], dtype=torch.float64)[:, None, None]
     dy = dy.expand(4, len(points), len(points)).contiguous()
+    one, other = points[:, None].expand(dy.shape), points.expand(dy.shape)
+    if summed:
+        one, other = one[..., :1], other[:, :1]
+    x, y = (t.contiguous().requires_grad_() for t in (one, other))
     g = new_kernel_graph()
-    a, b = (g.new_input((4, *shape), name=n) for n, shape in (("a", x.shape), ("b", y.shape)))
-    g.mark_output(g.apply(name, a, b))
-    x, y = (t.detach().expand(4, *t.shape).contiguous().requires_grad_() for t in (x, y))
+    both = {"a": x, "b": y}
+    g.mark_output(g.apply(name, *(g.new_input(tuple(t.shape), name=n) for n, t in both.items())))
+    read = list(OF_ONE_ALONE.get(name, "ab"))
     TABLE[name].reference([x, y], {}).backward(dy)
-    found = evaluate(cs.grad(g), [x.detach(), y.detach(), dy], torch.float64)
-    for t, d in zip((x, y), found, strict=True):
-        torch.testing.assert_close(d, t.grad, equal_nan=True, rtol=1e-9, atol=1e-15)
+    found = evaluate(cs.grad(g, wrt=read), [x.detach(), y.detach(), dy], torch.float64)
+    for n, d in zip(read, found, strict=True):
+        torch.testing.assert_close(d, both[n].grad, equal_nan=True, rtol=1e-9, atol=1e-15)
 
 
 def test_devices_have_the_functions() -> None:
@@ -150,6 +177,7 @@ def test_devices_have_the_functions() -> None:
     for f in FUNCTIONS:
         for fast in (False, True):
             assert f.of_element or callable(getattr(DeviceMath(fast), f.name)), f.name
+    assert all(p.of_elements or callable(getattr(DeviceMath(False), p.name)) for p in PAIRS)
 
 
 def test_one_line_runs_everywhere(normal: Function, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +219,8 @@ def test_one_line_compiles(normal: Function) -> None:
 def test_unknown_facets_are_refused() -> None:
     with pytest.raises(OperatorError, match="no function has the facet at_infinity"):
         function("nothing", "0.", lambda g, x, y, dy: None, at_infinity=0.0)
+    with pytest.raises(OperatorError, match="no operator has the facet at_infinity"):
+        pair("nothing", "0.", lambda g, x, y, z, dz: (None, None), at_infinity=0.0)
     assert "nothing" not in TABLE
 
 

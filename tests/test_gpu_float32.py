@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.pairs import PAIRS
 from cutesuper.ir.operators.pointwise import FUNCTIONS, Function
 from tests import zoo
 from tests.test_gpu import check
@@ -142,6 +144,19 @@ TOGETHER = [
 def test_functions(functions: list[type[Function]]) -> None:
     """Behind a product that is exact, as exact as PyTorch's, near zero and at large arguments."""
     check_functions(functions, "float32")
+
+
+@pytest.mark.ptx
+def test_pairs() -> None:
+    """Functions of two numbers, for all signs, zeros and infinities, and sizes far apart."""
+    g = cs.new_kernel_graph()
+    x, y = g.new_input((16, 64), "float32", "X"), g.new_input((64,), "float32", "Y")
+    for p in PAIRS:
+        g.mark_output(getattr(g, p.name)(x, y))
+    drawn = torch.randn(2, 64) * 10 ** (2 * torch.randn(2, 64))
+    odd = torch.tensor([0.0, -0.0, inf, -inf, nan, 1.0, -1.0, 2.0, -2.0, 6.0, 0.1, 0.5, 1e30])
+    rows, columns = (torch.cat([odd, t[: -len(odd)]]).cuda() for t in drawn)
+    check(cs.superoptimize(g), [rows[:16, None].expand(16, 64).contiguous(), columns])
 
 
 @pytest.mark.ptx

@@ -74,3 +74,26 @@ def test_padding_in_front(form: str) -> None:
     exact = attend(q.double(), k.double(), v.double(), *others)
     report = acceptable(found, exact, eager, q.dtype)
     assert report, report.message
+
+
+def test_queries_keys_and_values_are_one_tensor() -> None:
+    """A causal mask, and a number of keys that is no multiple of anything."""
+    x = torch.randn(2, 33, 64, device="cuda").half()
+
+    def run(x: Any) -> Any:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    found = cs.superoptimize(run, (x,))(x)
+    report = acceptable(found, run(x.double()), run(x), found.dtype)
+    assert report, report.message
+
+
+def test_losses_of_labels() -> None:
+    """The element of a row that its label names, and labels that count for nothing."""
+    x = torch.randn(40, 64, device="cuda")
+    labels = torch.randint(0, 64, (40,), device="cuda")
+    labels[3] = -100
+    found = cs.superoptimize(F.cross_entropy, (x, labels))(x, labels)
+    exact, eager = F.cross_entropy(x.double(), labels), F.cross_entropy(x, labels)
+    report = acceptable(found, exact, eager, found.dtype)
+    assert report, report.message

@@ -205,6 +205,7 @@ def _linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.linear(x, w, b)
 
 
+PLACES = torch.arange(15).view(3, 5) * 2 + 1
 X, Y, W, B = randn(3, 5, 32), randn(3, 5, 32) + 0.1, randn(24, 32), randn(24)
 R, C = randn(32), randn(3, 5, 1)
 HEADS = (randn(2, 4, 5, 16), randn(2, 2, 7, 16), randn(2, 2, 7, 16) - 0.2)
@@ -239,6 +240,19 @@ CORPUS: list[Case] = [
     ("snake", lambda x, r: x + torch.sin(r * x).square() / r, (X, R)),
     ("rounding", lambda x: (torch.round(x * 8) + torch.floor(x), torch.ceil(x), torch.trunc(x * 9)),
      (X,)),
+    ("remainders", lambda x, y: (x % 0.1, 3 % x, torch.fmod(x, y), x // 0.1, -x // y), (X, Y)),
+    ("quotients without a fraction", lambda x: torch.div(x, 0.3, rounding_mode="trunc"), (X,)),
+    ("any powers",
+     lambda x, y: (x.abs() ** (1 / 3), x**17, x.abs() ** y, 0.3**x, (-2) ** x.round()), (X, Y)),
+    ("angles of points", lambda x, y: torch.atan2(x, y) + torch.copysign(x, y), (X, Y)),
+    ("norms of odd orders", lambda x: (x.norm(3, -1), torch.linalg.vector_norm(x * 0, 2.5, -1)),
+     (X,)),
+    ("an element of each row", lambda x, i: x.softmax(-1).gather(-1, i[..., None])[..., 0] * 2,
+     (X, PLACES)),
+    ("the loss of labels",
+     lambda x, i: F.cross_entropy(x.flatten(0, 1), i.flatten(), ignore_index=3), (X, PLACES)),
+    ("the loss of each label",
+     lambda x, i: F.nll_loss(x[0].log_softmax(-1), i[0], reduction="none"), (X, PLACES)),
     ("halves are rounded to even", torch.round, (torch.arange(-8.0, 8).view(2, 8) / 2,)),
     ("fractions", lambda x: torch.frac(x * 5), (X,)),
     ("logaddexp", torch.logaddexp, (X, Y)),

@@ -5,6 +5,7 @@ Values are fragments (``TensorSSA``), scalars (``Float32``) or Python numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
@@ -32,7 +33,8 @@ class DeviceMath:
         The approximate sine, for one, errs more the larger its argument is."""
         if name.startswith("_"):  # what the DSL asks of any object
             raise AttributeError(name)
-        return getattr(cute.math, name)
+        found = getattr(cute.math, name)
+        return lambda x, *more: found(x) if not more else _of_each(found, x, *more)
 
     def exp(self, x: Any) -> Any:
         """e^x."""
@@ -95,6 +97,10 @@ class DeviceMath:
             return x * (1.0 / y)
         return x / y
 
+    def fmod(self, x: Any, y: Any) -> Any:
+        """The rest of x beside whole multiples of y, exactly; it has the sign of x."""
+        return _of_each(cute.math.rem, x, y)
+
     def maximum(self, x: Any, y: Any) -> Any:
         """The larger one; NaN wins, as in PyTorch."""
         return _each(nan_max, x, y)
@@ -143,6 +149,11 @@ def _each(pick: Any, *args: Any) -> Any:
     for i in range(cute.size(fragment.shape)):
         out[i] = pick(*(_element(v, i) for v in args))
     return out.load()
+
+
+def _of_each(function: Callable[..., Any], *args: Any) -> Any:
+    """A function of the DSL, which takes scalars of one type."""
+    return _each(lambda *values: Float32(function(*map(Float32, values))), *args)
 
 
 def _at_least(x: Any, y: Any) -> Float32:

@@ -53,6 +53,14 @@ class RegionOp:
         """The operator's entry in the table."""
         return facets(self.kind)
 
+    @property
+    def hides_nothing(self) -> bool:
+        """True for a mask by positions alone of one column, or of one row that sees all."""
+        if not self.facets.masks or self.facets.integers:
+            return False
+        one_row = self.shape[-2] == 1 and dict(self.attributes)["alignment"] == "bottom_right"
+        return one_row or self.shape[-1] == 1
+
 
 @dataclass(frozen=True)
 class Region:
@@ -246,6 +254,27 @@ Group = tuple[int, int]  # input, number of the load
 
 #: most operators of a region in which every use has its own computation
 MAX_UNSHARED = 96
+
+
+def label_apart(region: Region, program: LabelledProgram) -> LabelledProgram | None:
+    """Label a region with a load for every use of an input; None if that helps no product.
+
+    before: keys that are values, too, are ``X[N, K]`` where scores contract K and the result has it
+    as its columns: one loop over K for both; after: ``X[N, K]`` and ``X[N, N2]``.
+
+    Args:
+        region: the region.
+        program: what `label` gives for it.
+    """
+    products = [op for op in program.ops if op.facets.contracts]
+    contracted = {(i, op.over) for op in products for i in op.inputs}
+    result = {(i, d) for op in products for i in op.inputs for d in op.labels}
+    both = contracted & result
+    if not any(program.ops[i].kind == LOAD for i, _ in both):
+        return None
+    value = {u: region.ops[u[0]].operands[u[1]].value for u in _uses(region)}
+    found = _Unification(region, {u: (v, n) for n, (u, v) in enumerate(value.items())})
+    return found.program() if found.consistent else None
 
 
 def _uses(region: Region) -> list[Use]:
@@ -565,8 +594,7 @@ class _Unification:
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:
-            one_row = op.shape[-2] == 1 and attributes["alignment"] == "bottom_right"
-            if one_row or op.shape[-1] == 1:  # nothing is hidden: the operand itself
+            if op.hides_nothing:
                 return args[0]
             attributes |= self._causal(i, op)
         made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)

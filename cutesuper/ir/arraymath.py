@@ -22,7 +22,7 @@ class ArrayMath(metaclass=_Library):
     """IEEE arithmetic: undefined results are NaN, results that are too large are infinite."""
 
     maximum, minimum, where = np.maximum, np.minimum, np.where
-    div = np.true_divide
+    div, pow = np.true_divide, np.power
 
     @staticmethod
     def rsqrt(x: Array) -> Array:

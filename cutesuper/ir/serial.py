@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 
 def dumps(graph: KernelGraph | MuGraph) -> str:
-    """A graph as JSON text; equal graphs give equal text. Raises GraphError for anything else."""
+    """A graph as JSON text; equal graphs give equal text.
+    Raises GraphError for anything else, and for a kernel graph that `loads` would refuse."""
+    if isinstance(graph, KernelGraph):
+        check_kernel_graph(graph)
     return json.dumps(to_dict(graph), indent=1, sort_keys=True)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cutesuper.egraph.clock import OutOfTime
-from cutesuper.egraph.labelled import LabelledProgram, Region, label
+from cutesuper.egraph.labelled import LabelledProgram, Region, label, label_apart
 from cutesuper.egraph.splits import AnyRules, Split, splits
 from cutesuper.errors import SearchError, frameless
 from cutesuper.ir.block import (
@@ -78,7 +78,13 @@ def _recognized(
     del changes  # only distinguishes operators that had the same name
     try:
         program = label(region)
-        return program, find_form(region, program, target)
+        try:
+            return program, find_form(region, program, target)
+        except SearchError:
+            apart = label_apart(region, program)
+            if apart is None:
+                raise
+            return apart, find_form(region, apart, target)
     except OutOfTime:
         raise
     except SearchError as error:

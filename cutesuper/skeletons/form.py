@@ -14,6 +14,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.block import LOAD, Axis, AxisKind, BlockProgram
 from cutesuper.ir.border import ALIGNMENT
 from cutesuper.ir.dims import Symbol, extent, show_shape
+from cutesuper.ir.dtypes import float32
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
 
@@ -74,11 +75,17 @@ def needs_positions(region: Region) -> str | None:
     """Reason why neither products nor rows run a region: masks, or pages; None if they may."""
     for op in region.ops:
         operator = lookup(op.kind)
-        if operator.masks and operator.counts != Counts.LABELS:  # rows know the column of a label
+        needed = operator.masks and not op.hides_nothing
+        if needed and operator.counts != Counts.LABELS:  # rows know the column of a label
+            needs = (
+                "and it stores no scores; mask scores [..., queries, keys] between the product "
+                "that makes them and the one that contracts the keys"
+            )
+            if float32 in region.input_dtypes:
+                needs = "and it multiplies float16 and bfloat16; convert its operands"
             return (
-                f"{op.kind} depends on positions, which only the loop of attention knows, and it "
-                "stores no scores; mask scores [..., queries, keys] between the product that makes "
-                "them and the one that contracts the keys, or hide them by a condition (hide)"
+                f"{op.kind} depends on positions, which only the loop of attention knows, {needs}, "
+                "or hide them by a condition (hide)"
             )
     for i, page in region.pages:
         return (

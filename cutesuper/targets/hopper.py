@@ -148,7 +148,8 @@ RATES = Rates(
         "exp": 8, "sqrt": 8, "rsqrt": 8, "div": 8, "silu": 16, "gelu": 24, "sigmoid": 16,
         "tanh": 16, "erf": 16, "log1p": 16, "expm1": 16, "sin": 24, "cos": 24,
         "asin": 16, "acos": 16, "atan": 16, "sinh": 16, "cosh": 16, "asinh": 24, "acosh": 24,
-        "atanh": 24, "erfc": 24, "argmax": 4, "cumsum": 4,
+        "atanh": 24, "erfc": 24, "pow": 40,
+        "fmod": 32, "remainder": 40, "floor_divide": 48, "atan2": 40, "argmax": 4, "cumsum": 4,
     },
 )  # fmt: skip
 

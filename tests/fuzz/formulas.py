@@ -67,6 +67,10 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "raised": lambda x, y: x.clamp(min=y),
     "xlogy": torch.xlogy,
     "hypot": torch.hypot,
+    "pow": torch.pow,
+    "atan2": torch.atan2,
+    "copysign": torch.copysign,
+    "floor_divide": lambda x, y: torch.div(x, y, rounding_mode="floor"),
     "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
     "hide": lambda c, x: torch.where(c > 0.5, x, -torch.inf),
     "lift": lambda c, x: torch.where(c > 0.5, x, torch.inf),
@@ -75,9 +79,9 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 #: a sum or difference may be part of a longer one that is taken in another order
 TERMS = {"add", "sub"}
 #: these have no rounding of their own
-EXACT = {"abs", "relu", "maximum"}
+EXACT = {"abs", "relu", "maximum", "copysign"}
 #: these jump: next to a threshold a right program may be on either side
-JUMPS = {"floor", "round", "step", "finite", "at_least"}
+JUMPS = {"floor", "round", "step", "finite", "at_least", "floor_divide"}
 #: these choose by their first operand
 CHOICES = {"keep", "hide", "lift"}
 
@@ -115,6 +119,20 @@ def _of_exponentials(f: Callable[[Tensor], Tensor]) -> Formula:
 
 
 FORMULAS.update({name: _of_exponentials(FUNCTIONS[name]) for name in ("sinh", "cosh")})
+
+
+def _rest(rounding: str) -> Formula:
+    """x less the whole multiple of y that fits; of an infinite y none fits into a number."""
+
+    def formula(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+        count = m.jump(lambda x, y: torch.div(x, y, rounding_mode=rounding), *args)
+        whole = m.function(lambda n, y: torch.where(n == 0, 0.0, n * y), count, args[1])
+        return m.plus(torch.sub, args[0], whole)
+
+    return formula
+
+
+FORMULAS |= {"fmod": _rest("trunc"), "remainder": _rest("floor")}
 
 
 @formula("silu")

@@ -197,7 +197,8 @@ PAIRS = ("{0} + {1}", "{0} - {1}", "{0} * {1}", "{0} / ({1} * {1} + 0.5)",
          "torch.lerp({0}, {1}, 0.25)", "F.silu({0}) * {1}",
          "torch.where({1} > 0, {0}, 0.5)",
          "F.mse_loss({0}, {1})", "F.huber_loss({0}, {1})", "F.smooth_l1_loss({0}, {1}, beta=0.5)",
-         "torch.hypot({0}, {1})", "{0}.masked_fill({1} > 1, -1e4)")  # fmt: skip
+         "torch.hypot({0}, {1})", "{0} % ({1}.abs() + 0.5)", "{0}.abs() ** {1}",
+         "torch.atan2({0}, {1})", "{0}.masked_fill({1} > 1, -1e4)")  # fmt: skip
 #: their second operand decides, so it is an argument
 DECIDED = ("torch.where({1} > 0, {0}, 0.5)", "{0}.masked_fill({1} > 1, -1e4)")
 SHAPES = ("{0}.mT", "{0}.transpose(0, 1)", "{0}.flatten(0, 1)", "{0}.unsqueeze(0)",

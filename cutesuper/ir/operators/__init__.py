@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 # importing these modules enters their operators into `TABLE`
-from cutesuper.ir.operators import composed, composite, index, layout, pointwise, reduce, select
+from cutesuper.ir.operators import (
+    composed,
+    composite,
+    index,
+    layout,
+    pairs,
+    pointwise,
+    reduce,
+    select,
+)
 from cutesuper.ir.operators.base import TABLE, Operator, lookup
 
 __all__ = [
@@ -14,6 +23,7 @@ __all__ = [
     "index",
     "layout",
     "lookup",
+    "pairs",
     "pointwise",
     "reduce",
     "select",

@@ -25,7 +25,7 @@ modules of this package. Facets:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -421,6 +421,26 @@ def operator(cls: type[_Class]) -> type[_Class]:
     """Class decorator: enter the operator into `TABLE` under its name."""
     TABLE[cls.name] = cls()
     return cls
+
+
+def enter_formulas(
+    base: type[_Class], name: str, doc: str, formulas: Mapping[str, Any], **facets: Any
+) -> type[_Class]:
+    """Enter an operator that is made of functions.
+
+    Args:
+        base: its class, which calls the functions.
+        name: of the operator.
+        doc: what it computes.
+        formulas: the functions by name; None is left to ``base``.
+        facets: further attributes of the class.
+    """
+    made = {k: staticmethod(f) for k, f in formulas.items() if f is not None}
+    written = next(f.__module__ for f in formulas.values() if f is not None)
+    # code that is run without a name of its own has none
+    place = {"__doc__": doc, "__module__": written or "__main__"}
+    cls: Any = type(name.capitalize(), (base,), {**made, **place, "name": name, **facets})
+    return operator(cls)
 
 
 def lookup(name: str) -> Operator:

@@ -18,6 +18,7 @@ from cutesuper.ir.operators.base import (
     LARGEST,
     Attributes,
     Elementwise,
+    enter_formulas,
     operator,
     torch_module,
 )
@@ -85,10 +86,8 @@ def composed(
         attributes: their names and defaults; the three functions take them by name.
     """
     formulas = {"made_of": made_of, "slope": slope, "of_tensor": of_tensor}
-    made: dict[str, Any] = {k: staticmethod(f) for k, f in formulas.items() if f is not None}
-    made |= {"name": name, "__doc__": doc, "__module__": slope.__module__, "attributes": attributes}
-    made |= {"torch_names": (f"aten.{name}.default",)}
-    return operator(type(name.capitalize(), (Composed,), made))
+    names = (f"aten.{name}.default",)
+    return enter_formulas(Composed, name, doc, formulas, attributes=attributes, torch_names=names)
 
 
 def _size(g: KernelGraph, x: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ def _log1p_exp(g: KernelGraph, x: Tensor) -> Tensor:
     return g.add(g.relu(x), g.log1p(g.exp(g.mul(_size(g, x), -1.0))))
 
 
-def _except(g: KernelGraph, condition: Tensor, x: Tensor) -> Tensor:
+def except_where(g: KernelGraph, condition: Tensor, x: Tensor) -> Tensor:
     """x where a condition does not hold, 0 where it does; a comparison with NaN does not."""
     return g.keep(g.sub(1.0, condition), x)
 
@@ -117,7 +116,7 @@ def _elu_slope(
 ) -> Tensor:
     positive = g.step(x)
     e = g.exp(g.mul(g.clamp(x, -inf, 0.0), input_scale))
-    below = _except(g, positive, g.mul(e, alpha * input_scale))
+    below = except_where(g, positive, g.mul(e, alpha * input_scale))
     return g.mul(dy, g.mul(g.add(positive, below), scale))
 
 
@@ -147,28 +146,28 @@ def _mish_slope(g: Derivation, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
 def _hardswish_slope(g: Derivation, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
     """0 up to -3, x / 3 + 1/2 up to 3, where it jumps from 3/2 to 1."""
     last = g.at_least(x, 3.0)
-    middle = _except(g, last, g.add(g.div(x, 3.0), 0.5))
-    return _except(g, g.at_least(-3.0, x), g.mul(dy, g.add(middle, last)))
+    middle = except_where(g, last, g.add(g.div(x, 3.0), 0.5))
+    return except_where(g, g.at_least(-3.0, x), g.mul(dy, g.add(middle, last)))
 
 
 def _sinc(g: KernelGraph, x: Tensor) -> Tensor:
     """Divided by 1 where x is 0."""
     angle = g.mul(x, pi)
-    zero = _is_zero(g, angle)
-    return g.add(_except(g, zero, g.div(g.sin(angle), g.add(angle, zero))), zero)
+    zero = is_zero(g, angle)
+    return g.add(except_where(g, zero, g.div(g.sin(angle), g.add(angle, zero))), zero)
 
 
 def _sinc_slope(g: Derivation, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
     """(a cos a - sin a) / (a x) with a = pi x; 0 where the divisor is."""
     angle, divisor = g.mul(x, pi), g.mul(g.square(x), pi)
     cosine, sine = g.mul(angle, g.cos(angle)), g.sin(angle)
-    return _except(g, g.at_least(0.0, divisor), g.mul(dy, g.div(g.sub(cosine, sine), divisor)))
+    return except_where(g, g.at_least(0.0, divisor), g.mul(dy, g.div(g.sub(cosine, sine), divisor)))
 
 
 def _entr(g: KernelGraph, x: Tensor) -> Tensor:
     """The logarithm of the condition that x is not negative is 0 or -inf."""
     positive = g.relu(x)
-    y = _except(g, g.at_least(0.0, positive), g.mul(positive, g.log(positive)))
+    y = except_where(g, g.at_least(0.0, positive), g.mul(positive, g.log(positive)))
     return g.sub(g.log(g.at_least(x, 0.0)), y)
 
 
@@ -317,7 +316,7 @@ class Raised(_OfTwo):
     ) -> list[Tensor]:
         """Neither has any of it where one is NaN."""
         own = g.at_least(*args)
-        less = _except(g, own, g.at_least(*args[::-1]))
+        less = except_where(g, own, g.at_least(*args[::-1]))
         return [g.keep(own, dy), g.keep(less, dy)]
 
 
@@ -335,7 +334,7 @@ class Hypot(_OfTwo):
         x, y = (_size(g, t) for t in args)
         most = g.maximum(x, y)
         least = g.mul(g.maximum(g.mul(x, -1.0), g.mul(y, -1.0)), -1.0)
-        ratio = g.keep(g.at_least(LARGEST, most), g.div(least, g.add(most, _is_zero(g, most))))
+        ratio = g.keep(g.at_least(LARGEST, most), g.div(least, g.add(most, is_zero(g, most))))
         return g.mul(most, g.sqrt(g.add(g.square(ratio), 1.0)))
 
     def derivative(
@@ -356,17 +355,18 @@ class Xlogy(_OfTwo):
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
         x, y = args
         number = g.maximum(g.at_least(y, 0.0), g.at_least(0.0, y))
-        return _except(g, g.mul(_is_zero(g, x), number), g.mul(x, g.log(y)))
+        return except_where(g, g.mul(is_zero(g, x), number), g.mul(x, g.log(y)))
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
         """dx = xlogy(dy, y), 0 where x is 0 and y is not positive; dy x / y."""
         x, y = args
-        nothing = g.mul(_is_zero(g, x), g.at_least(0.0, y))
+        nothing = g.mul(is_zero(g, x), g.at_least(0.0, y))
         own = self.expand(g, [dy, y], attributes)
-        return [_except(g, nothing, own), g.div(g.mul(dy, x), y)]
+        return [except_where(g, nothing, own), g.div(g.mul(dy, x), y)]
 
 
-def _is_zero(g: KernelGraph, x: Tensor) -> Tensor:
+def is_zero(g: KernelGraph, x: Tensor) -> Tensor:
+    """1 where x is 0, 0 elsewhere (NaN too)."""
     return g.mul(g.at_least(x, 0.0), g.at_least(0.0, x))

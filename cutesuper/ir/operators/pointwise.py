@@ -17,6 +17,7 @@ from cutesuper.ir.operators.base import (
     LARGEST,
     Attributes,
     Elementwise,
+    enter_formulas,
     opaque,
     operator,
     torch_module,
@@ -121,13 +122,11 @@ def function(
     unknown = sorted(k for k in facets if not hasattr(Function, k))
     if unknown:
         raise OperatorError(f"function {name}: no function has the facet {', '.join(unknown)}")
-    formulas: dict[str, Any] = {
+    formulas = {
         "slope": slope, "of_tensor": of_tensor, "of_element": of_element, "of_value": of_value
     }  # fmt: skip
-    made: dict[str, Any] = {k: staticmethod(f) for k, f in formulas.items() if f is not None}
-    made |= {"name": name, "__doc__": doc, "__module__": slope.__module__}
-    made |= {"torch_names": (f"aten.{name}.default",), "partial": "domain" in facets}
-    return operator(type(name.capitalize(), (Function,), made | facets))
+    facets |= {"torch_names": (f"aten.{name}.default",), "partial": "domain" in facets}
+    return enter_formulas(Function, name, doc, formulas, **facets)
 
 
 def _gelu_slope(g: Derivation, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PLACES = ("first", "second")
 
 
-class _OfTwo(Elementwise):
+class OfTwo(Elementwise):
     """A function of two numbers without algebra: as a product it could be computed as one."""
 
     arity = 2
@@ -32,7 +32,7 @@ class _OfTwo(Elementwise):
 
 
 @operator
-class AtLeast(_OfTwo):
+class AtLeast(OfTwo):
     """1 where x >= y, 0 elsewhere (NaN too)."""
 
     name = "at_least"
@@ -52,7 +52,7 @@ class AtLeast(_OfTwo):
 
 
 @operator
-class Maximum(_OfTwo):
+class Maximum(OfTwo):
     """The larger of x and y, NaN if either is."""
 
     name = "maximum"
@@ -80,7 +80,7 @@ class Maximum(_OfTwo):
         return m.maximum(*args)
 
 
-class _Choice(_OfTwo):
+class _Choice(OfTwo):
     """x where a condition (1 or 0) holds, another number elsewhere for any value of x."""
 
     other: ClassVar[float]

@@ -173,6 +173,8 @@ def _roles(
     columns = [d for d in program.dims if d in v - scores]
     if len(columns) != 1 or not v.isdisjoint(rows):
         raise SearchError(f"{shown(columns) or 'no label'} for the columns of the attention loop")
+    if columns == [inner]:
+        raise SearchError(f"the attention loop: its columns have the label {inner} of the scores")
     used = (*rows, inner, keys, columns[0])
     batch = tuple(d for d in program.dims if d not in used)
     if not q | k | v <= {*used, *batch}:

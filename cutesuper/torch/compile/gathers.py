@@ -89,6 +89,42 @@ class Index(TakeRows):
         return a["self"], first if all(i is None for i in others) else None
 
 
+@enter("aten.gather.default")
+class Gather(Entry):
+    """One element of each row, at the place that an integer names."""
+
+    def knows(self, node: fx.Node, a: Arguments) -> bool:
+        """True for one element of each row of numbers, along the last dimension."""
+        x, index = (getattr(a[n], "meta", {}).get("val") for n in ("self", "index"))
+        if not isinstance(x, torch.Tensor) or not isinstance(index, torch.Tensor):
+            return False
+        rows = x.dim() == index.dim() > 1 and a["dim"] % x.dim() == x.dim() - 1
+        if not rows or x.dtype not in FLOATS or index.dtype not in _INDICES:
+            return False
+        one = index.shape[-1] == 1 and isinstance(x.shape[-1], int) and x.shape[-1] > 1
+        return one and all(map(equal, x.shape[:-1], index.shape[:-1]))
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        x, index = s.of(a["self"]), s.of(a["index"])
+        if x.absent or index.absent:
+            raise Unsupported(node, "takes elements of what repeats, or by an index that repeats")
+        for own, other in zip(x.dims[:-1], index.dims[:-1], strict=True):
+            unify(own, other)
+        s.whole(x.dims[-1])
+        return Value((*x.dims[:-1], ()))
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        x = a["self"]
+        limits = _limits(fake(x), -1, backwards=False)
+        labels, slots = b.index(node, a["index"], limits, of_rows=True)
+        dims = b.value(x).dims
+        rows = b.groups(tuple(p for d in dims[:-1] for p in leaves(d))) or (None,)
+        if len(rows) + 1 != len(slots):
+            raise Unsupported(node, "takes elements by an index whose rows are put together")
+        values = b.tensor(node, x, (*rows, b.one(node, dims[-1])))
+        return Built(b.g.sum(b.g.pick(values, labels), -1), (*rows, None))
+
+
 def _limits(table: torch.Tensor, dim: int, backwards: bool) -> tuple[int, int]:
     """The first index of a dimension, and the one behind the last, that PyTorch takes."""
     count = int(table.shape[dim])

@@ -652,9 +652,14 @@ class Builder:
             self.operands.append(Given(beside, slots, torch.int32, fill=number))
         return self._inputs[key]
 
-    def index(self, node: fx.Node, operand: Any, limits: tuple[int, int]) -> tuple[Tensor, Slots]:
+    def index(
+        self, node: fx.Node, operand: Any, limits: tuple[int, int], of_rows: bool = False
+    ) -> tuple[Tensor, Slots]:
         """An input of integers within these `limits`, as they are, with its slots.
-        Raises Unsupported if they are made from others in the region."""
+        Raises Unsupported if they are made from others in the region.
+
+        ``of_rows``: with a last dimension of extent 1, as labels of rows have it.
+        """
         source = self.of(operand).source
         if source is None:
             raise Unsupported(node, "takes an index that is computed beside it")
@@ -663,7 +668,7 @@ class Builder:
         order = [d for d in copied_order(t) if not equal(t.shape[d], 1)]
         if order != sorted(order) or set(slots) != set(read):
             raise Unsupported(node, "takes an index that is stored in another order")
-        slots = slots or (None,)
+        slots = (*(slots or (None,)), None) if of_rows else slots or (None,)
         first, end = self.limits.get(source, limits)
         self.limits[source] = max(first, limits[0]), min(end, limits[1])
         key = (source, "index", slots)

@@ -98,12 +98,6 @@ class Pointwise(Entry):
         dtype = fake(node).dtype
         if dtype not in FLOATS and not (self.condition and dtype is torch.bool):
             raise Unsupported(node, f"computes {dtype}")
-        if a.get("rounding_mode") is not None:
-            raise Unsupported(
-                node,
-                "rounds to integers; write it as torch."
-                f"{'floor' if a['rounding_mode'] == 'floor' else 'trunc'}(x / y)",
-            )
         given = [a[o] for o in self.operands if isinstance(a[o], fx.Node)]
         if self.condition and any(fake(o).dtype in INTEGERS for o in given):
             raise Unsupported(node, "compares integers, which kernels read as float32")
@@ -226,6 +220,15 @@ def _sub(g: KernelGraph, x: Operand, y: Operand, alpha: float = 1) -> Operand:
     return g.sub(x, y if alpha == 1 else g.mul(y, alpha))
 
 
+def _rounded_div(
+    g: KernelGraph, x: Operand, y: Operand, rounding_mode: str | None = None
+) -> Operand:
+    if rounding_mode == "floor":
+        return g.floor_divide(x, y)
+    quotient = _div(g, x, y)
+    return _trunc(g, quotient) if rounding_mode == "trunc" else quotient  # type: ignore[arg-type]
+
+
 def _div(g: KernelGraph, x: Operand, y: Operand) -> Operand:
     """x / y; x / (1 + exp(-x)) is silu and 1 / (1 + exp(-x)) sigmoid: one function, not four."""
     argument = _sigmoid_argument(y)
@@ -260,27 +263,25 @@ def _number(t: Tensor) -> float | None:
     return t.node.attributes["value"] if t.node.operator == CONSTANT else None
 
 
+def _exp2(g: KernelGraph, x: Operand) -> Operand:
+    return g.exp(g.mul(x, log(2.0)))
+
+
 #: the largest exponent that is multiplied out, and steps between exponents (roots of roots)
 _MOST_POWER, _ROOTS = 16, 4
 
 
 def _pow(g: KernelGraph, x: Operand, exponent: Operand) -> Operand:
+    if x == 2.0:
+        return _exp2(g, exponent)
     if not isinstance(x, Tensor) or isinstance(exponent, Tensor):
-        return _power_of_number(g, x, exponent)
+        return g.pow(x, exponent)
     size = abs(exponent)
     if size > _MOST_POWER or size * _ROOTS != int(size * _ROOTS):
-        raise Mismatch(f"has the exponent {exponent}; write it with log and exp")
+        return g.pow(x, exponent)
     # the parts of whole powers and of these have PyTorch's slopes
     plain = exponent in (-1.0, -0.5, 0.5) or (exponent >= 0 and exponent == int(exponent))
     return power(g, x, exponent) if plain else g.power(x, exponent)
-
-
-def _power_of_number(g: KernelGraph, x: Operand, exponent: Operand) -> Operand:
-    if isinstance(x, Tensor) or not isinstance(exponent, Tensor) or x <= 0:
-        raise Mismatch("has a tensor for an exponent; write it with log and exp")
-    if x == 1:
-        return g.add(g.keep(0.0, exponent), 1.0)
-    return g.exp(g.mul(exponent, log(x)))
 
 
 def _clamp(
@@ -394,8 +395,9 @@ def _unary(formula: Formula, *options: str) -> Pointwise:
 
 def of_function(name: str) -> Pointwise:
     """The entry of a function of the table of operators, whose attributes have PyTorch's names."""
-    formula = lambda g, x, **options: g.apply(name, x, **options)  # noqa: E731
-    return _unary(formula, *TABLE[name].attributes)
+    formula = lambda g, *x, **options: g.apply(name, *x, **options)  # noqa: E731
+    operator = TABLE[name]
+    return Pointwise(_XY[: operator.arity], formula, tuple(operator.attributes))
 
 
 def _binary(formula: Formula, *options: str) -> Pointwise:
@@ -472,11 +474,12 @@ enter_all({
     **_both("rsub", _binary(lambda g, x, y, alpha=1: _sub(g, y, x, alpha), "alpha")),
     **_both("mul", _binary(lambda g, x, y: g.mul(x, y))),
     **_both("div", _binary(_div)),
-    "aten.div.Tensor_mode": _binary(_div),
+    **dict.fromkeys(
+        ("aten.div.Tensor_mode", "aten.div.Scalar_mode"), _binary(_rounded_div, "rounding_mode")),
     "aten.true_divide.Tensor": _binary(_div),
     "aten.reciprocal.default": _unary(lambda g, x: _div(g, 1.0, x)),
     "aten.neg.default": _unary(lambda g, x: g.mul(x, -1.0)),
-    "aten.exp2.default": _unary(lambda g, x: g.exp(g.mul(x, log(2.0)))),
+    "aten.exp2.default": _unary(_exp2),
     "aten.log2.default": _unary(lambda g, x: g.mul(g.log(x), 1 / log(2.0))),
     "aten.log10.default": _unary(lambda g, x: g.mul(g.log(x), 1 / log(10.0))),
     "aten.ceil.default": _unary(lambda g, x: g.mul(g.floor(g.mul(x, -1.0)), -1.0)),

@@ -15,6 +15,7 @@ from cutesuper.ir.dims import extent, size
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.operators.composed import except_where, is_zero
 from cutesuper.skeletons.rows.form import MAX_CLUSTER_ROW
 from cutesuper.skeletons.rows.schedule import MAX_ROW
 from cutesuper.torch.compile.factored_dims import (
@@ -300,13 +301,13 @@ class _Truth(Reduction):
         return replace(super().build(b, node, a), condition=True)
 
 
-class _Norm2(Reduction):
-    """The root of the sum of squares.
-    The sum or the maximum of absolute values for the orders 1 and infinity."""
+class _VectorNorm(Reduction):
+    """The root of the sum of squares, or of powers of absolute values of another order.
+    Their maximum for the order infinity."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        if self._order(a) not in (1.0, 2.0, inf):
-            raise Unsupported(node, "is a norm of another order than 1, 2 and infinity")
+        if self._order(a) < 1.0:
+            raise Unsupported(node, "is a norm of an order below 1")
         return super().shape(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
@@ -315,7 +316,15 @@ class _Norm2(Reduction):
         if order == 2.0:
             squares = along(b, node, g.square(t), slots, dims, _sum)
             return Built(g.root(squares.tensor), squares.slots)  # type: ignore[arg-type]
-        return along(b, node, g.abs(t), slots, dims, _sum if order == 1.0 else _maximum)
+        if order in (1.0, inf):
+            return along(b, node, g.abs(t), slots, dims, _sum if order == 1.0 else _maximum)
+        powers = along(b, node, g.pow(g.abs(t), order), slots, dims, _sum)
+        return Built(self._root(g, powers.tensor, order), powers.slots)  # type: ignore[arg-type]
+
+    def _root(self, g: KernelGraph, total: Tensor, order: float) -> Tensor:
+        """The slope is infinite at 0, where PyTorch's gradients of norms are 0."""
+        zero = is_zero(g, total)
+        return except_where(g, zero, g.pow(g.add(total, zero), 1.0 / order))
 
     def _order(self, a: Arguments) -> float:
         given = a.get("ord", a.get("p", 2))
@@ -692,6 +701,6 @@ enter_all({
     "aten.argmin.default": _Place(_place_of_least),
     "aten.logsumexp.default": Reduction(
         each(lambda g, t, d: g.logsumexp(t, d)), lambda g, t, n: g.add(t, log(n))),
-    "aten.linalg_vector_norm.default": _Norm2(_sum),
-    "aten.norm.ScalarOpt_dim": _Norm2(_sum),
+    "aten.linalg_vector_norm.default": _VectorNorm(_sum),
+    "aten.norm.ScalarOpt_dim": _VectorNorm(_sum),
 })  # fmt: skip

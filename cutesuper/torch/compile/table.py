@@ -198,11 +198,6 @@ def records(nodes: Iterable[fx.Node]) -> bool:
 
 #: what to write in place of operators without an entry, if that is short
 _INSTEAD = {
-    "aten.remainder.Scalar": "x - y * torch.floor(x / y)",
-    "aten.remainder.Tensor": "x - y * torch.floor(x / y)",
-    "aten.fmod.Scalar": "x - y * torch.trunc(x / y)",
-    "aten.fmod.Tensor": "x - y * torch.trunc(x / y)",
-    "aten.copysign.Tensor": "torch.where(y < 0, -x.abs(), x.abs())",
     "aten._trilinear.default": 'torch.einsum("bi,oij,bj->bo", x, weight, y)',
 }
 

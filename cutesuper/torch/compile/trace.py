@@ -398,6 +398,17 @@ def _for_all_extents(graph: fx.Graph, name: str) -> Iterator[None]:
         )
 
 
+#: errors of torch.export whose advice is about torch.export, and what to say of them here
+_REWORDED = {
+    r"Constant \w+ is mutated": (
+        "it changes a tensor that it closes over, as batch norm changes its statistics while "
+        "training; give superoptimize the module itself, whose buffers get new values"
+    ),
+    r"Unsupported input type <class '([\w.]+)'>": (
+        r"an argument is of \1; give it tensors, numbers, or lists and dictionaries of these"
+    ),
+}
+
 #: the beginnings of what Python says of arguments that a function does not have, or lacks
 _UNFIT = re.compile("missing a required|too many positional|got an unexpected|multiple values")
 
@@ -414,6 +425,9 @@ def _why(error: Exception) -> str:
             return text
         if isinstance(error, TypeError) and _UNFIT.match(text):
             return f"its arguments do not fit: {text}"
+        for known, words in _REWORDED.items():
+            if found := re.match(known, text):
+                return found.expand(words)
         return (
             f"{text}; if the function itself raises with these arguments, mend that first. {REMEDY}"
         )

@@ -182,8 +182,13 @@ class Program:
 
 
 def passes_of(program: Program, graph: KernelGraph) -> Split:
-    """Both passes of a program, for its graph or that for any numbers of rows and keys."""
-    return split(graph, program.wrt, save=["out", "lse"])
+    """Both passes of a program, for its graph or that for any numbers of rows and keys.
+
+    Gradients take the sum of the products of weights and their cotangents from the result. That of
+    a single key is one product.
+    """
+    key = next(n for n in graph.nodes if n.name == "key")
+    return split(graph, program.wrt, save=["lse"] if key.shape[-2] == 1 else ["out", "lse"])
 
 
 def opened(program: Program, call: Call) -> KernelGraph:
