@@ -190,12 +190,14 @@ def _result(graph: fx.Graph, part: fx.Node, r: Result, replaced: dict[fx.Node, f
 def _lengths(
     graph: fx.Graph, shape: Sequence[Length], replaced: dict[fx.Node, fx.Node]
 ) -> list[Any]:
-    return [
-        graph.call_function(_aten.sym_size.int, (replaced.get(n.node, n.node), n.dim))
-        if isinstance(n, Size)
-        else n
-        for n in shape
-    ]
+    return [_extent(graph, n, replaced) if isinstance(n, Size) else n for n in shape]
+
+
+def _extent(graph: fx.Graph, size: Size, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
+    """An extent that is known at the call; Inductor asks for its example."""
+    node = graph.call_function(_aten.sym_size.int, (replaced.get(size.node, size.node), size.dim))
+    node.meta["val"] = size.node.meta["val"].shape[size.dim]
+    return node
 
 
 def _move_users(graph: fx.Graph, region: Region, after: fx.Node, place: dict[fx.Node, int]) -> None:
