@@ -191,6 +191,8 @@ def variance(**changes: Any) -> tuple[Block, dict[str, tuple[int, ...]]]:
     else:
         v = b.op("add", b.op("sub", eps, square), squares)
     z = b.op("div", product, b.op("sqrt", v))
+    if changes.get("divided"):
+        z = b.op("mul", z, b.op("div", mean, mean))
     b.store("Z", b.op("add", z, mean) if changes.get("mean") else z, "M", "N")
     return b, {"X": (16, 512), "W": (512, 64), "Z": (16, 64)}
 
@@ -244,6 +246,22 @@ def test_a_quotient_that_loses_a_factor_of_the_row_is_no_difference() -> None:
     y = b.op("div", b.close(b.op("matmul", x, w, over="K"), "K"), squares)
     b.store("Z", b.op("div", y, b.op("mean", y, over="N")), "M", "N")
     assert find_shift(b.step().program, "M", "N", "K") is None
+
+
+def test_what_is_subtracted_from_itself_loses_no_digits() -> None:
+    """``y - y`` with y = X W / sum_K(X): the sum of a row less its mean is 0, and y NaN."""
+    b = Block({"M": 16, "K": 512, "N": 64}, {"K.loop": 4}, {"M": 16, "K": 128, "N": 64})
+    x, w = b.load("X", "M", "K"), b.load("W", "K", "N")
+    total = b.close(b.op("sum", x, over="K"), "K")
+    y = b.op("div", b.close(b.op("matmul", x, w, over="K"), "K"), total)
+    b.store("Z", b.op("sub", y, y), "M", "N")
+    assert find_shift(b.step().program, "M", "N", "K") is None
+
+
+def test_a_shift_of_a_divisor_is_refused() -> None:
+    b, _ = variance(divided=True)
+    found = find_shift(b.step().program, "M", "N", "K")
+    assert found is not None and "the divisor of operation" in str(found.refused)
 
 
 def planned(b: Block, shapes: dict[str, tuple[int, ...]]) -> Any:

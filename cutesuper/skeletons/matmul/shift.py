@@ -90,7 +90,8 @@ def _effect(
     program: BlockProgram, value: int, contracted: str, products: bool
 ) -> tuple[int | None, str | None]:
     """The first difference in which a shift of ``value`` cancels.
-    And a stored tensor in which it does not.
+    And a stored tensor in which it does not, or a divisor, which might become 0: the sum of a row
+    less its mean is. What is subtracted from itself loses no digits.
 
     A quotient may lose a factor of the row as well (``y / mean_N(y)`` with y = X W / mean_K(X^2)),
     but that costs no digits.
@@ -112,11 +113,20 @@ def _effect(
         (
             i
             for i, op in enumerate(program.ops)
-            if op.facets.signs and same[i] and not all(same[j] for j in op.inputs)
+            if op.facets.signs
+            and same[i]
+            and not all(same[j] for j in op.inputs)
+            and len({*op.inputs}) > 1
         ),
         None,
     )
-    return cancelling, next((name for i, name in stores.items() if not same[i]), None)
+    changed = [
+        f"the divisor of operation {i}"
+        for i, op in enumerate(program.ops)
+        if op.facets.divides and not same[op.inputs[1]]
+    ]
+    changed += [name for i, name in stores.items() if not same[i]]
+    return cancelling, next(iter(changed), None)
 
 
 def _equal(a: FieldValue, b: FieldValue) -> bool:
