@@ -136,6 +136,34 @@ def inductor_cache(session_cache: Path) -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile without anything that earlier tests compiled, nor anything for later ones."""
+    import torch
+
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Symbolic extents for which kernels ran; a call that falls back to the reference fails."""
+    from cutesuper.torch.compile.region_operator import Program
+
+    found: list[tuple[int, ...]] = []
+    runner = Program._runner
+
+    def noted(self: Any, extents: tuple[int, ...], device: Any) -> Any:
+        run = runner(self, extents, device)
+        assert run is not self._reference, "kernels were expected"
+        found.append(extents)
+        return run
+
+    monkeypatch.setattr(Program, "_runner", noted)
+    return found
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """``golden(name, text)``: the text must be what tests/golden/<name> holds."""
     update = request.config.getoption("--golden-update")

@@ -152,8 +152,9 @@ OF_TWO = ("maximum", "raised", "xlogy", "hypot", "mul",
 def test_slopes_of_two_numbers_at_odd_points(name: str, summed: bool) -> None:
     """Those of PyTorch's operator, for ties, infinities and NaN; ``summed``: over what was
     repeated."""
-    points = [x for x in ODD if abs(x) not in (1e308, 5e-324)]
-    points = torch.tensor(points, dtype=torch.float64)
+    # PyTorch's slope of hypot is infinite at 5e-324 beside infinite cotangents, ours is NaN
+    left_out = (1e308, 5e-324) if (name, summed) == ("hypot", False) else (1e308,)
+    points = torch.tensor([x for x in ODD if abs(x) not in left_out], dtype=torch.float64)
     dy = torch.tensor([1, inf, nan, 0], dtype=torch.float64)[:, None, None]
     dy = dy.expand(4, len(points), len(points)).contiguous()
     one, other = points[:, None].expand(dy.shape), points.expand(dy.shape)

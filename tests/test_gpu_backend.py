@@ -51,22 +51,6 @@ def fresh() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Numbers of rows for which kernels ran; a call that falls back to the reference fails."""
-    rows: list[Any] = []
-    runner = region_operator.Program._runner
-
-    def noted(self: Any, count: Any, device: Any) -> Any:
-        run = runner(self, count, device)
-        assert run is not self._reference, "kernels were expected"
-        rows.append(count)
-        return run
-
-    monkeypatch.setattr(region_operator.Program, "_runner", noted)
-    return rows
-
-
 def made(name: str, dtype: Any = torch.bfloat16, batch: int = 2) -> tuple[Any, Any]:
     make, shape = MODELS[name]
     return make(WIDTH).cuda().to(dtype), torch.randn(shape(batch, WIDTH), device="cuda").to(dtype)

@@ -3,7 +3,6 @@ compiled, in operators, and in traced programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,38 +14,13 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from cutesuper.torch.compile import region_operator  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import Attention, gradients, judge_gradients  # noqa: E402
 from tests.training_settings import SETTINGS, judge_into, judge_setting, supported  # noqa: E402
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 
 WIDTH = 256
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Symbolic extents for which kernels ran; a call that falls back to the reference fails."""
-    found: list[tuple[int, ...]] = []
-    runner = region_operator.Program._runner
-
-    def noted(self: Any, extents: tuple[int, ...], device: Any) -> Any:
-        run = runner(self, extents, device)
-        assert run is not self._reference, "kernels were expected"
-        found.append(extents)
-        return run
-
-    monkeypatch.setattr(region_operator.Program, "_runner", noted)
-    return found
 
 
 def compile_all(model: Any, **how: Any) -> Any:

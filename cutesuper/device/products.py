@@ -169,7 +169,7 @@ class Products(ABC):
         """
 
     def issuers(self, memory: Any, consumers: Consumers, registers: int) -> Sequence[Products]:
-        """Those of each warpgroup, for the issuer, which calls it as consumers call `open`."""
+        """The products of each warpgroup, as its issuer has them; called where consumers `open`."""
         raise NotImplementedError("warpgroups issue the products of their own registers")
 
     def release(self, barrier: Barrier, blocks: int) -> None:

@@ -242,8 +242,8 @@ class _Examination:
 
 def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[Tensor] | None:
     """Gradients by PyTorch through the formulas.
-    None where a result is NaN or +inf, and they may be any: squares of hidden elements, which no
-    program is found for (docs/verification.md, "Masks").
+    None where a result is NaN, and they may be any; or +inf in a program with masks: the square of
+    a hidden element, which no program is found for (docs/verification.md, "Masks").
 
     Args:
         graph: the program.
@@ -256,7 +256,8 @@ def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[T
         inputs.append(x.double() if x.is_floating_point() else x)
     leaves = [inputs[i].requires_grad_() for i in case.wrt or ()]
     outputs = judge.run(graph, inputs, Numbers())
-    if any((y.isnan() | (y == torch.inf)).any() for y in outputs):
+    masks = any(n.operator in judge.MASKS for n in graph.nodes)
+    if any(y.isnan().any() or (masks and (y == torch.inf).any()) for y in outputs):
         return None
     total = torch.zeros((), dtype=torch.float64)
     for y, i in zip(outputs, graph.outputs, strict=True):

@@ -480,7 +480,7 @@ class _Norm(Entry):
 
     def one_element(self, a: Arguments) -> bool:
         """True if there is nothing to sum over."""
-        shape = a["input"].meta["val"].shape  # extents that are nodes in what is written
+        shape = fake(a["input"]).shape  # extents that are nodes in what is written
         return all(equal(n, 1) for n in shape[len(shape) - len(a["normalized_shape"]) :])
 
     def operands(self, b: Builder, node: fx.Node, a: Arguments) -> tuple[list[Any], Slots]:

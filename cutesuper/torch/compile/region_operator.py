@@ -92,8 +92,13 @@ class Program:
     def fits(self, extents: Sequence[Any]) -> bool:
         """True if the kernels compiled so far allow these symbolic extents.
         If they are symbols of torch, the comparisons become guards."""
+        return self._exceeded(extents) is None
+
+    def _exceeded(self, extents: Sequence[Any]) -> int | None:
+        """The product of symbolic extents that the kernels allow, if these have a larger one."""
         known = dict(zip(self.symbols, extents, strict=True))
-        return all(prod(known[n] for n in names) <= most for names, most in self._most.items())
+        every = self._most.items()
+        return next((m for names, m in every if not prod(known[n] for n in names) <= m), None)
 
     # ---------------------------------------------------------------------------------- making
 
@@ -283,11 +288,12 @@ class Program:
     def _runner(self, extents: Extents, device: torch.device) -> Runner:
         if device.type not in KERNEL_DEVICES:
             return self._reference
-        if not self.fits(extents):
+        most = self._exceeded(extents)
+        if most is not None:
             raise ShapeError(
                 f"cutesuper::region: a compiled model is called with {_rows(extents)}, and its "
-                "kernels compute offsets in 32 bits; split the batch, or call "
-                "torch.compiler.reset() to have it compiled for this size"
+                f"kernels compute offsets of at most {most} of them in 32 bits; split the batch, "
+                "or call torch.compiler.reset() to have it compiled for this size"
             )
         key = (self._bucket(extents), device)
         return self._runners.get(key) or self._runners.made(

@@ -15,6 +15,7 @@ from torch import fx
 from cutesuper.ir.relations import reachable
 from cutesuper.runtime.programs import KERNEL_DEVICES
 from cutesuper.torch.compile.gathers import closing_copy
+from cutesuper.torch.compile.graph_builder import fake
 from cutesuper.torch.compile.indices import within
 from cutesuper.torch.compile.region import Length, Operand, Region, Result, Size
 from cutesuper.torch.compile.table import is_free
@@ -196,7 +197,7 @@ def _lengths(
 def _extent(graph: fx.Graph, size: Size, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
     """An extent that is known at the call; Inductor asks for its example."""
     node = graph.call_function(_aten.sym_size.int, (replaced.get(size.node, size.node), size.dim))
-    node.meta["val"] = size.node.meta["val"].shape[size.dim]
+    node.meta["val"] = fake(size.node).shape[size.dim]
     return node
 
 
