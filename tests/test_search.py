@@ -235,6 +235,25 @@ def test_gram_loads_its_input_in_two_roles() -> None:
     assert [op.attributes["map"] for op in program.loads()] == [("M", "K"), ("N", "K")]
 
 
+def _projection(g: Graph, x: Tensor) -> Tensor:
+    """(x y^T) x: the single row is the inner dimension of the second product."""
+    return g.matmul(g.matmul(x, g.transpose(g.new_input(x.shape))), x)
+
+
+def _gradient_of_gram(g: Graph, x: Tensor) -> Tensor:
+    """The gradient of X X^T is dO X + dO^T X."""
+    dy = g.new_input((1, 1))
+    return g.add(g.matmul(dy, x), g.matmul(g.transpose(dy), x))
+
+
+@pytest.mark.parametrize("build", [_projection, _gradient_of_gram])
+def test_a_single_row_that_is_contracted_elsewhere(
+    build: Callable[[Graph, Tensor], Tensor],
+) -> None:
+    for columns in (2, 8):
+        assert run(rows(1, columns, build), SearchOptions()).candidates
+
+
 def test_a_computed_value_in_two_roles() -> None:
     """Self-attention from one X: what is normalized is computed for rows and for columns."""
     g = new_kernel_graph()
