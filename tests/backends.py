@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from cutesuper.torch.compile.backend import compile_graph
-from cutesuper.torch.compile.internals import run_eagerly
 from cutesuper.torch.compile.options import read_options
 from cutesuper.torch.compile.report import GraphReport
+from cutesuper.torch.internals import run_eagerly
 from cutesuper.verify.numeric import acceptable
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cutesuper.torch.compile.backend import compile_graph
-from cutesuper.torch.compile.internals import run_eagerly
 from cutesuper.torch.compile.options import read_options
 from cutesuper.torch.compile.report import GraphReport
+from cutesuper.torch.internals import run_eagerly
 
 
 def leave_inductor_out(patch: pytest.MonkeyPatch, eager: str = "eager") -> list[GraphReport]:

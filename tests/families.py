@@ -11,10 +11,10 @@ import torch
 from cutesuper.ir.graph import Node
 from cutesuper.ir.operators.base import CONSTANT, INPUT
 from cutesuper.torch.compile import backend
-from cutesuper.torch.compile.internals import run_eagerly
 from cutesuper.torch.compile.options import read_options
 from cutesuper.torch.compile.region import Region
 from cutesuper.torch.compile.report import GraphReport
+from cutesuper.torch.internals import run_eagerly
 
 #: extents of all models
 SIZES = {

@@ -24,7 +24,7 @@ from cutesuper.ir.operators.pairs import PAIRS
 from cutesuper.ir.operators.pointwise import FUNCTIONS
 from cutesuper.ir.serial import dumps, loads
 from cutesuper.search.search import SearchOptions, search
-from cutesuper.torch.compile.reducing import _maximum, _minimum
+from cutesuper.torch.aten.reducing import _maximum, _minimum
 from cutesuper.verify.equivalence import Verifier
 
 M = cs.symbol("M", 7)

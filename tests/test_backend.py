@@ -31,7 +31,8 @@ from torch.nn import functional  # noqa: E402
 from cutesuper import pipeline  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
-from cutesuper.torch.compile import ahead, backend, internals, region_operator, selection  # noqa: E402
+from cutesuper.torch import internals  # noqa: E402
+from cutesuper.torch.compile import ahead, backend, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.options import read_options  # noqa: E402
 from tests.backends import (  # noqa: E402
     MODELS,

@@ -17,7 +17,7 @@ from cutesuper.search.region import SearchOptions
 from cutesuper.search.search import search
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
-from cutesuper.torch.compile.attention import without_seeds
+from cutesuper.torch.aten.attention import without_seeds
 from cutesuper.torch.compile.partition import Partition, partition
 from cutesuper.torch.compile.region import Region
 from tests.backends import MODELS, compiled, gradients, judge_gradients

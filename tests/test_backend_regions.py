@@ -32,11 +32,11 @@ from cutesuper import measure, pipeline  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.targets.roofline import baseline  # noqa: E402
+from cutesuper.torch import internals  # noqa: E402
 from cutesuper.torch.compile import (  # noqa: E402
     ahead,
     backend,
     case,
-    internals,
     partition,
     records,
     region_operator,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.torch.compile import table as frontend
+from cutesuper.torch.aten import table as frontend
 from tests.pages import GPU, PAGES, ROOT, Block, blocks, headings
 
 RUN = [p for p in PAGES if any(not b.hidden for b in blocks(p))]

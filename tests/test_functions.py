@@ -26,7 +26,7 @@ from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.kernel.hostmath import HostMath
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
-from cutesuper.torch.compile.table import is_known
+from cutesuper.torch.aten.table import is_known
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.numeric import compare
 from tests.tracing import check, traced

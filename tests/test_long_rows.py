@@ -25,7 +25,7 @@ from cutesuper.skeletons.legality import refuse_many_rows
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.plan import RowLoopPlan
 from cutesuper.targets import H200
-from cutesuper.torch.compile import reducing
+from cutesuper.torch.aten import reducing
 from cutesuper.verify.numeric import acceptable
 from tests.test_search_rows import found, rows
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cutesuper.torch.compile.attention import cotangent_of
-from cutesuper.torch.compile.length_masks import mask_of
+from cutesuper.torch.aten.attention import cotangent_of
+from cutesuper.torch.aten.length_masks import mask_of
 
 
 def attention(target: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor | None, ...]:

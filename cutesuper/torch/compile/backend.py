@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import fx
 
-from cutesuper.torch.compile import internals
-from cutesuper.torch.compile.attention import without_seeds
+from cutesuper.torch import internals
+from cutesuper.torch.aten.attention import without_seeds
+from cutesuper.torch.aten.length_masks import computed_again
 from cutesuper.torch.compile.heads import take_heads
-from cutesuper.torch.compile.length_masks import computed_again
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partition import partition
 from cutesuper.torch.compile.region_operator import region as region_operator

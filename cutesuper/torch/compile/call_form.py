@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from cutesuper.errors import DTypeError
 from cutesuper.runtime.calling import Picker, picker
-from cutesuper.torch.compile.internals import check_extents
 from cutesuper.torch.compile.watch import Watch, layout_of
+from cutesuper.torch.internals import check_extents
 
 _KIND = attrgetter("dtype", "shape")
 _DEVICE = attrgetter("device")

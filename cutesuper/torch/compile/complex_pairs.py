@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.torch.compile.internals import fake_result
-from cutesuper.torch.compile.table import Arguments, arguments_of
+from cutesuper.torch.aten.table import Arguments, arguments_of
+from cutesuper.torch.internals import fake_result
 
 _aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutesuper.torch.compile.graph_builder import equal
+from cutesuper.torch.aten.graph_builder import equal
 
 
 def pointwise(

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from cutesuper.errors import OptionError
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.backend import compile_graph
-from cutesuper.torch.compile.internals import random_as_in_eager, run_eagerly
 from cutesuper.torch.compile.options import read_options
 from cutesuper.torch.compile.report import GraphReport, Report
+from cutesuper.torch.internals import random_as_in_eager, run_eagerly
 
 
 def explain(

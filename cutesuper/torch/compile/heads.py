@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from cutesuper.runtime.programs import KERNEL_DEVICES
-from cutesuper.torch.compile.internals import hint_of
+from cutesuper.torch.internals import hint_of
 from cutesuper.torch.ops.heads.cross_entropy import LEAST_BYTES, linear_cross_entropy
 
 F = torch.nn.functional

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from cutesuper.torch.compile.graph_builder import FLOATS
-from cutesuper.torch.compile.length_masks import mask_read
-from cutesuper.torch.compile.table import is_free
-from cutesuper.torch.compile.views import turned
+from cutesuper.torch.aten.graph_builder import FLOATS
+from cutesuper.torch.aten.length_masks import mask_read
+from cutesuper.torch.aten.table import is_free
+from cutesuper.torch.aten.views import turned
 
 
 class _Facts(NamedTuple):

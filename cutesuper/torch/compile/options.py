@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from cutesuper.errors import OptionError
 from cutesuper.ir.arguments import shown
 from cutesuper.targets import Target, find_target
-from cutesuper.torch.compile.internals import inductor_options, mode_options
+from cutesuper.torch.internals import inductor_options, mode_options
 
 Take = Literal["faster", "modelled", "all"]
 

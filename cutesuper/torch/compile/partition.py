@@ -16,13 +16,13 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
-from cutesuper.torch.compile.gathers import PutRows
-from cutesuper.torch.compile.graph_builder import INTEGERS, Unsupported
-from cutesuper.torch.compile.length_masks import lengths_of, unread
+from cutesuper.torch.aten.gathers import PutRows
+from cutesuper.torch.aten.graph_builder import INTEGERS, Unsupported
+from cutesuper.torch.aten.length_masks import lengths_of, unread
+from cutesuper.torch.aten.table import entry_of, is_free, products, rows_of, unknown
+from cutesuper.torch.aten.views import turned
 from cutesuper.torch.compile.likeness import Likeness
 from cutesuper.torch.compile.region import Region, convert
-from cutesuper.torch.compile.table import entry_of, is_free, products, rows_of, unknown
-from cutesuper.torch.compile.views import turned
 
 #: most nodes and products of a region: a search over more takes longer than 10 s and finds no more
 MOST_NODES, MOST_PRODUCTS = 48, 8

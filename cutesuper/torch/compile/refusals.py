@@ -16,7 +16,7 @@ from cutesuper.errors import (
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Options, as_target, bucketed, find
 from cutesuper.targets import Target
-from cutesuper.torch.compile.graph_builder import Unsupported
+from cutesuper.torch.aten.graph_builder import Unsupported
 from cutesuper.torch.compile.region import Region, convert, source_lines
 
 E = TypeVar("E", bound=CutesuperError)

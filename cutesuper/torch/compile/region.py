@@ -24,7 +24,7 @@ from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import CONSTANT, INPUT, Counts
 from cutesuper.ir.subgraph import only
 from cutesuper.pipeline import check_definition
-from cutesuper.torch.compile.factored_dims import (
+from cutesuper.torch.aten.factored_dims import (
     Extent,
     Mismatch,
     equal,
@@ -32,7 +32,7 @@ from cutesuper.torch.compile.factored_dims import (
     extent_of,
     leaves,
 )
-from cutesuper.torch.compile.graph_builder import (
+from cutesuper.torch.aten.graph_builder import (
     FLOATS,
     INTEGERS,
     Builder,
@@ -47,9 +47,9 @@ from cutesuper.torch.compile.graph_builder import (
     is_dense,
     memory_order,
 )
-from cutesuper.torch.compile.length_masks import reads
-from cutesuper.torch.compile.table import arguments_of, entry_of, is_extreme, is_free, unknown
-from cutesuper.torch.compile.views import is_negated
+from cutesuper.torch.aten.length_masks import reads
+from cutesuper.torch.aten.table import arguments_of, entry_of, is_extreme, is_free, unknown
+from cutesuper.torch.aten.views import is_negated
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Operand:
         shape: of its view; -1 for its first extent that is known at the call.
         dtype: of the input; the tensor is converted if it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
-        lengths, fill: see `cutesuper.torch.compile.graph_builder.Given`.
-        limits: see `cutesuper.torch.compile.graph_builder.Builder`; None for no indices.
+        lengths, fill: see `cutesuper.torch.aten.graph_builder.Given`.
+        limits: see `cutesuper.torch.aten.graph_builder.Builder`; None for no indices.
     """
 
     node: fx.Node

@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from cutesuper.targets import Target
-from cutesuper.torch.compile.graph_builder import CONDITIONS, FLOATS
-from cutesuper.torch.compile.internals import hint_of
-from cutesuper.torch.compile.length_masks import unread
+from cutesuper.torch.aten.graph_builder import CONDITIONS, FLOATS
+from cutesuper.torch.aten.length_masks import unread
+from cutesuper.torch.aten.table import is_free
 from cutesuper.torch.compile.region import Region, places
-from cutesuper.torch.compile.table import is_free
+from cutesuper.torch.internals import hint_of
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from torch import fx
 
 from cutesuper.ir.relations import reachable
 from cutesuper.runtime.programs import KERNEL_DEVICES
-from cutesuper.torch.compile.gathers import closing_copy
-from cutesuper.torch.compile.graph_builder import fake
+from cutesuper.torch.aten.gathers import closing_copy
+from cutesuper.torch.aten.graph_builder import fake
+from cutesuper.torch.aten.table import is_free
 from cutesuper.torch.compile.indices import within
 from cutesuper.torch.compile.region import Length, Operand, Region, Result, Size
-from cutesuper.torch.compile.table import is_free
 
 _aten = torch.ops.aten
 

@@ -22,10 +22,10 @@ from cutesuper.search.search import show
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.ahead import Ahead
 from cutesuper.torch.compile.case import Case, Place, Seconds
-from cutesuper.torch.compile.internals import apart, compile_inner, compile_with
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import Region
 from cutesuper.torch.compile.region_operator import program_of
+from cutesuper.torch.internals import apart, compile_inner, compile_with
 
 #: part of the time of Inductor's code that a measured region must save
 GAIN = 0.02

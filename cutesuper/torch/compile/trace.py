@@ -39,19 +39,12 @@ from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
 from cutesuper.targets import Target
+from cutesuper.torch.aten.graph_builder import CONDITIONS, INTEGERS
+from cutesuper.torch.aten.table import is_free, is_known, moves
 from cutesuper.torch.compile.call_form import children_of, constant_fact
 from cutesuper.torch.compile.changes import settle_changes, updates_buffer
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
 from cutesuper.torch.compile.convolutions import pointwise
-from cutesuper.torch.compile.graph_builder import CONDITIONS, INTEGERS
-from cutesuper.torch.compile.internals import (
-    autograd_functions,
-    decides_by_data,
-    decompositions,
-    guards_of,
-    needs_data,
-    without_prints,
-)
 from cutesuper.torch.compile.losses import LOSSES, of_two_types
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
@@ -65,10 +58,17 @@ from cutesuper.torch.compile.rest import (
     tensors_of,
 )
 from cutesuper.torch.compile.rewrite import Call, rewrite
-from cutesuper.torch.compile.table import is_free, is_known, moves
 from cutesuper.torch.compile.trace_report import TracedRegion
 from cutesuper.torch.compile.traced_program import ChangesItself, Trace, TracedProgram
 from cutesuper.torch.compile.watch import Observer, Watch
+from cutesuper.torch.internals import (
+    autograd_functions,
+    decides_by_data,
+    decompositions,
+    guards_of,
+    needs_data,
+    without_prints,
+)
 from cutesuper.torch.ops.rowwise.library import FORMULAS
 
 #: nodes of a traced program that only check the conditions of the trace

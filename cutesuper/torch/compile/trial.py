@@ -18,15 +18,15 @@ from torch import fx
 from cutesuper.ir.dims import extent
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.ir.relations import ordered, reachable
-from cutesuper.torch.compile.attention import AttentionBackward
+from cutesuper.torch.aten.attention import AttentionBackward
+from cutesuper.torch.aten.length_masks import makers
+from cutesuper.torch.aten.table import arguments_of, entry_of, is_free
 from cutesuper.torch.compile.attention_exact import attention
-from cutesuper.torch.compile.internals import hint_of
-from cutesuper.torch.compile.length_masks import makers
 from cutesuper.torch.compile.region import Length, Region, Size
 from cutesuper.torch.compile.region_operator import Extents, symbols_of
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.rewrite import Call, rewrite
-from cutesuper.torch.compile.table import arguments_of, entry_of, is_free
+from cutesuper.torch.internals import hint_of
 from cutesuper.verify.numeric import acceptable
 
 _ATEN = torch.ops.aten

@@ -22,13 +22,13 @@ from torch import fx
 
 from cutesuper import measure
 from cutesuper.torch.compile import records
-from cutesuper.torch.compile.internals import apart, hint_of
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.selection import Decision
 from cutesuper.torch.compile.trial import described, lengths_in, moved
+from cutesuper.torch.internals import apart, hint_of
 
 #: compiles a graph: takes a graph module, returns a function of the list of its inputs
 Compile = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]

@@ -23,8 +23,8 @@ from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
 from cutesuper.ir.relations import reachable
-from cutesuper.torch.compile.factored_dims import Mismatch, dims_of, leaves
-from cutesuper.torch.compile.graph_builder import (
+from cutesuper.torch.aten.factored_dims import Mismatch, dims_of, leaves
+from cutesuper.torch.aten.graph_builder import (
     FLOATS,
     Builder,
     Built,
@@ -36,7 +36,7 @@ from cutesuper.torch.compile.graph_builder import (
     correspondence,
     translated,
 )
-from cutesuper.torch.compile.table import arguments_of, entry_of
+from cutesuper.torch.aten.table import arguments_of, entry_of
 from cutesuper.torch.ops.classes import class_of
 
 #: inputs of the kernel graph that always have gradients

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.torch.compile.factored_dims import equal, equal_shapes
-from cutesuper.torch.compile.graph_builder import FLOATS, fake
-from cutesuper.torch.compile.pointwise import Where
-from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of
-from cutesuper.torch.compile.views import Expand, Filled, Same, Slice, View
+from cutesuper.torch.aten.factored_dims import equal, equal_shapes
+from cutesuper.torch.aten.graph_builder import FLOATS, fake
+from cutesuper.torch.aten.pointwise import Where
+from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of
+from cutesuper.torch.aten.views import Expand, Filled, Same, Slice, View
 
 #: types of positions and lengths; adding 1 to narrower ones would overflow
 _COUNTS = (torch.int32, torch.int64)

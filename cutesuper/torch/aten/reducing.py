@@ -18,7 +18,7 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.operators.composed import except_where, is_zero
 from cutesuper.skeletons.rows.form import MAX_CLUSTER_ROW
 from cutesuper.skeletons.rows.schedule import MAX_ROW
-from cutesuper.torch.compile.factored_dims import (
+from cutesuper.torch.aten.factored_dims import (
     Dims,
     dims_of,
     equal,
@@ -26,7 +26,7 @@ from cutesuper.torch.compile.factored_dims import (
     leaves,
     unify,
 )
-from cutesuper.torch.compile.graph_builder import (
+from cutesuper.torch.aten.graph_builder import (
     FLOATS,
     Builder,
     Built,
@@ -37,7 +37,7 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     of_rank,
 )
-from cutesuper.torch.compile.table import (
+from cutesuper.torch.aten.table import (
     Arguments,
     Entry,
     enter,

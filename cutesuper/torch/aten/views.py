@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from cutesuper.ir.graph import Tensor
-from cutesuper.torch.compile.factored_dims import Dims, dims_of, equal, leaves, regroup, unify
-from cutesuper.torch.compile.graph_builder import (
+from cutesuper.torch.aten.factored_dims import Dims, dims_of, equal, leaves, regroup, unify
+from cutesuper.torch.aten.graph_builder import (
     CONDITIONS,
     FLOATS,
     Builder,
@@ -26,7 +26,7 @@ from cutesuper.torch.compile.graph_builder import (
     of_rank,
     translated,
 )
-from cutesuper.torch.compile.table import (
+from cutesuper.torch.aten.table import (
     Arguments,
     Entry,
     arguments_of,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.torch.compile.factored_dims import Dims, extent_of, leaves, unify
-from cutesuper.torch.compile.graph_builder import (
+from cutesuper.torch.aten.factored_dims import Dims, extent_of, leaves, unify
+from cutesuper.torch.aten.graph_builder import (
     Builder,
     Built,
     Shapes,
@@ -17,9 +17,9 @@ from cutesuper.torch.compile.graph_builder import (
     Value,
     of_rank,
 )
-from cutesuper.torch.compile.length_masks import Lengths, lengths_of, mask_read
-from cutesuper.torch.compile.pointwise import Pointwise, added, infinite
-from cutesuper.torch.compile.table import Arguments, enter_all
+from cutesuper.torch.aten.length_masks import Lengths, lengths_of, mask_read
+from cutesuper.torch.aten.pointwise import Pointwise, added, infinite
+from cutesuper.torch.aten.table import Arguments, enter_all
 
 
 class Masked(Pointwise):

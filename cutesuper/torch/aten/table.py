@@ -19,7 +19,7 @@ from torch import fx
 
 from cutesuper.ir.operators.base import TABLE, Operator
 from cutesuper.ir.relations import reachable
-from cutesuper.torch.compile.graph_builder import CONDITIONS, FLOATS, Builder, Shapes, Unsupported
+from cutesuper.torch.aten.graph_builder import CONDITIONS, FLOATS, Builder, Shapes, Unsupported
 
 Arguments = dict[str, Any]
 
@@ -103,7 +103,7 @@ def enter_all(entries: dict[str, Entry]) -> None:
 @cache
 def _load() -> None:
     for name in _MODULES:
-        import_module(f"cutesuper.torch.compile.{name}")
+        import_module(f"cutesuper.torch.aten.{name}")
 
 
 def is_known(operator: object) -> bool:
@@ -119,8 +119,8 @@ def _find(name: str) -> Entry | None:
 
 
 def _made(operator: Operator) -> Entry:
-    from cutesuper.torch.compile.pointwise import of_function
-    from cutesuper.torch.compile.reducing import of_reduction
+    from cutesuper.torch.aten.pointwise import of_function
+    from cutesuper.torch.aten.reducing import of_reduction
 
     return of_function(operator.name) if operator.elementwise else of_reduction(operator.name)
 

@@ -12,12 +12,12 @@ from torch import fx
 from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import Tensor
 from cutesuper.ir.precision import EXACT, ROUNDED
-from cutesuper.torch.compile.factored_dims import (
+from cutesuper.torch.aten.factored_dims import (
     Part,
     leaves,
     unify,
 )
-from cutesuper.torch.compile.graph_builder import (
+from cutesuper.torch.aten.graph_builder import (
     Builder,
     Built,
     Shapes,
@@ -28,7 +28,7 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     translated,
 )
-from cutesuper.torch.compile.table import Arguments, Entry, enter_all, number
+from cutesuper.torch.aten.table import Arguments, Entry, enter_all, number
 
 _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
 

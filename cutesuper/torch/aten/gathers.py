@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from cutesuper.torch.compile.factored_dims import leaves, unify
-from cutesuper.torch.compile.graph_builder import (
+from cutesuper.torch.aten.factored_dims import leaves, unify
+from cutesuper.torch.aten.graph_builder import (
     FLOATS,
     Builder,
     Built,
@@ -26,7 +26,7 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     memory_order,
 )
-from cutesuper.torch.compile.table import Arguments, Entry, enter, records
+from cutesuper.torch.aten.table import Arguments, Entry, enter, records
 
 #: types of indices that kernels read
 _INDICES = (torch.int32, torch.int64)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from cutesuper.torch.compile.internals import hint_of
+from cutesuper.torch.internals import hint_of
 
 Extent = Any  # int or torch.SymInt
 

@@ -21,11 +21,11 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
-from cutesuper.torch.compile.factored_dims import equal, equal_shapes
-from cutesuper.torch.compile.graph_builder import FLOATS, fake
-from cutesuper.torch.compile.positions import Condition, Given, Integers, Limit, as_kind, marks_of
-from cutesuper.torch.compile.table import Arguments, arguments_of, entry_of, products
-from cutesuper.torch.compile.views import Filled, negated, turned
+from cutesuper.torch.aten.factored_dims import equal, equal_shapes
+from cutesuper.torch.aten.graph_builder import FLOATS, fake
+from cutesuper.torch.aten.positions import Condition, Given, Integers, Limit, as_kind, marks_of
+from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, products
+from cutesuper.torch.aten.views import Filled, negated, turned
 
 #: masks that are added to scores
 _FILLED = ("added", "lowest")

@@ -14,8 +14,8 @@ from torch import fx
 from cutesuper.ir.graph import KernelGraph, Operand, Tensor
 from cutesuper.ir.operators.base import CONSTANT, TABLE
 from cutesuper.ir.operators.composed import power
-from cutesuper.torch.compile.factored_dims import Mismatch, Part
-from cutesuper.torch.compile.graph_builder import (
+from cutesuper.torch.aten.factored_dims import Mismatch, Part
+from cutesuper.torch.aten.graph_builder import (
     FLOATS,
     INTEGERS,
     Builder,
@@ -28,7 +28,7 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     translated,
 )
-from cutesuper.torch.compile.table import Arguments, Entry, enter, enter_all, number
+from cutesuper.torch.aten.table import Arguments, Entry, enter, enter_all, number
 
 Formula = Callable[..., Operand]
 

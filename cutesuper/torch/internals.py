@@ -1,4 +1,4 @@
-"""The parts of PyTorch that the backend needs beyond its documented interface.
+"""The parts of PyTorch that the front end needs beyond its documented interface.
 
 * ``torch._inductor.compile_fx``: the only way to let Inductor compile the rest of a graph, forward
   and backward, is its ``inner_compile`` (other backends use it too; its arguments are passed on

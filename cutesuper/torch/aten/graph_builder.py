@@ -24,7 +24,7 @@ from cutesuper.ir.dims import Dim, Shape, Symbol, extent, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
 from cutesuper.ir.relations import ordered
-from cutesuper.torch.compile.factored_dims import (
+from cutesuper.torch.aten.factored_dims import (
     Dims,
     Extent,
     Factor,
@@ -304,7 +304,7 @@ class Builder:
         limits: of indices, the first one and the one behind the last that PyTorch takes.
         wholes: the tensors of which inputs with gaps are views, if kernels may read parts of these.
         strided, open_rows: whether kernels need strides that are numbers, or take rows of any
-            extent; see `cutesuper.torch.compile.table.Entry`.
+            extent; see `cutesuper.torch.aten.table.Entry`.
     """
 
     shapes: Shapes

@@ -21,7 +21,7 @@ from cutesuper.autodiff.gradient import Split, split
 from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
-from cutesuper.torch.compile.factored_dims import (
+from cutesuper.torch.aten.factored_dims import (
     Dims,
     divides,
     equal_shapes,
@@ -30,7 +30,7 @@ from cutesuper.torch.compile.factored_dims import (
     regroup,
     unify,
 )
-from cutesuper.torch.compile.graph_builder import (
+from cutesuper.torch.aten.graph_builder import (
     Builder,
     Built,
     Shapes,
@@ -42,11 +42,11 @@ from cutesuper.torch.compile.graph_builder import (
     fake,
     translated,
 )
-from cutesuper.torch.compile.internals import apart
-from cutesuper.torch.compile.length_masks import lengths_of
-from cutesuper.torch.compile.masked import Hiding, hiding, join_lengths
-from cutesuper.torch.compile.products import multiplied
-from cutesuper.torch.compile.table import Arguments, Entry, arguments_of, enter, entry_of, number
+from cutesuper.torch.aten.length_masks import lengths_of
+from cutesuper.torch.aten.masked import Hiding, hiding, join_lengths
+from cutesuper.torch.aten.products import multiplied
+from cutesuper.torch.aten.table import Arguments, Entry, arguments_of, enter, entry_of, number
+from cutesuper.torch.internals import apart
 
 #: the operators that PyTorch chooses where it keeps attention whole
 _CHOSEN = tuple(
