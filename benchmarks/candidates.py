@@ -30,7 +30,7 @@ from cutesuper.runtime.compile import CompileRequest, compile_kernel, compile_ma
 from cutesuper.runtime.kernel import CompiledStep, Variant
 from cutesuper.runtime.toolchain import available_processors
 from cutesuper.search.search import Candidate, SearchOptions, search, show
-from cutesuper.skeletons.kernel.build import build
+from cutesuper.skeletons.build import build
 from cutesuper.skeletons.planner import KernelPlan, make_plan
 from cutesuper.targets import Target
 from cutesuper.verify.equivalence import Verifier

@@ -590,7 +590,7 @@ def compile_plans(choice: Choice, options: Options, cache: KernelCache) -> tuple
 
 def compile_request(plan: KernelPlan, name: str, target: Target) -> CompileRequest:
     """The compile request for a kernel of this name."""
-    from cutesuper.skeletons.kernel.build import build
+    from cutesuper.skeletons.build import build
 
     outputs = tuple(i for i, a in enumerate(plan.arguments) if a.written)
     kinds = {op.kind for op in plan.program.ops}

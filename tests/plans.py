@@ -14,7 +14,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.compile import Artifact, CompileRequest, compile_kernel
 from cutesuper.search.cuts import Flat
 from cutesuper.search.region import SearchOptions, search_region, tensors_of
-from cutesuper.skeletons.kernel.build import build
+from cutesuper.skeletons.build import build
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.skeletons.planner import KernelPlan, make_plan
 from cutesuper.targets import H200, Target

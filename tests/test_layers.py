@@ -143,12 +143,25 @@ def test_few_files_import_each_other() -> None:
     assert [c for c in circles(edges) if len(c) > CIRCLE] == []
 
 
+def test_packages_do_not_import_each_other_in_circles() -> None:
+    """Folders side by side, and files beside them: at most files know each other."""
+    for package in (n for n, p in MODULES.items() if p.name == "__init__.py"):
+        prefix = f"{package}." if package else ""
+        edges: dict[str, set[str]] = {}
+        for name in (n for n in MODULES if n.startswith(prefix) and n != package):
+            part = name.removeprefix(prefix).split(".")[0]
+            others = (o for o in imports(MODULES[name], types=False) if o.startswith(prefix))
+            parts = {o.removeprefix(prefix).split(".")[0] for o in others if o in MODULES}
+            edges.setdefault(part, set()).update(parts - {part, ""})
+        edges = {part: {o for o in others if o in edges} for part, others in edges.items()}
+        folders = {p for p in edges if MODULES[prefix + p].name == "__init__.py"}
+        assert [c for c in circles(edges) if c & folders] == []
+
+
 def test_parts_of_a_kernel_do_not_know_each_other_in_circles() -> None:
     """Not even by the types of their arguments: no part is given the kernel that it is part of."""
     inside = {n: p for n, p in MODULES.items() if re.match(r"(skeletons\.\w+\.kernel|device)\b", n)}
     edges = {n: {m for m in imports(p, types=True) if m in inside} for n, p in inside.items()}
-    # the entry, which picks one of them
-    edges["device.products"] -= {f"device.{a}.products" for a in ("hopper", "blackwell")}
     assert circles(edges) == []
 
 
@@ -266,7 +279,7 @@ def test_one_line_names_a_skeleton_or_an_architecture() -> None:
         if one(other) not in ("", one(name))
         and not name.startswith("targets.")  # Blackwell's numbers are Hopper's until measured
     }
-    lines = {"skeletons.registry", "device.products", "targets"}
+    lines = {"skeletons.registry", "device.architecture", "targets"}
     assert naming == lines | {"torch.aten.reducing"}
 
 

@@ -77,7 +77,7 @@ def compiled(mu: MuGraph, cache: KernelCache, dependent_launch: bool = False) ->
     steps: list[CompiledStep] = []
     for step in mu.steps:
         plan = make_plan(step, mu.tensors, H200, dependent_launch=dependent_launch)
-        from cutesuper.skeletons.kernel.build import build
+        from cutesuper.skeletons.build import build
 
         written = tuple(i for i, a in enumerate(plan.arguments) if a.written)
         request = CompileRequest(

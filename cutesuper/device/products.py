@@ -1,7 +1,7 @@
 """Tensor-core products: who issues them, where their accumulators live, and how others get at them.
 
-Kernels ask `products` for those of the architecture that they are compiled for, and know nothing
-else of it. What an architecture must answer is `Products` and `Product`; behind them a consumer
+Kernels ask `device.architecture` for those that they are compiled for, and know nothing else of it.
+What an architecture must answer is `Products` and `Product`; behind them a consumer
 thread always sees accumulators as fragments in the order that `device.hopper.products` describes,
 wherever the instruction leaves them.
 
@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32
-from cutlass.cutlass_dsl import CuTeDSL
 
 from cutesuper.device.barriers import Barrier, Barriers
 
@@ -238,21 +237,3 @@ class Products(ABC):
     @abstractmethod
     def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:
         """The row (M) of one half of a thread's accumulators, of a block of rows."""
-
-
-def products() -> Products:
-    """The tensor cores of the architecture that is being compiled for.
-
-    Raises:
-        NotImplementedError: if there are no building blocks for them.
-    """
-    arch = CuTeDSL._get_dsl().get_arch_enum().to_string()
-    if arch.startswith("sm_90"):
-        from cutesuper.device.hopper.products import WarpgroupProducts
-
-        return WarpgroupProducts()
-    if arch.startswith(("sm_100", "sm_103")):
-        from cutesuper.device.blackwell.products import TensorProducts
-
-        return TensorProducts()
-    raise NotImplementedError(f"no building blocks for matrix products of {arch}")

@@ -12,11 +12,12 @@ from typing import Any
 
 import cutlass.cute as cute
 
+from cutesuper.device.architecture import products
 from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.math import ScoreMath
 from cutesuper.device.memory import EVICT_FIRST
 from cutesuper.device.pipeline import Ring
-from cutesuper.device.products import FREE_BARRIER, Products, products
+from cutesuper.device.products import FREE_BARRIER, Products
 from cutesuper.skeletons.attention.plan import AttentionPlan
 from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, batch_labels, described, labelled
 

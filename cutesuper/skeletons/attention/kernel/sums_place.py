@@ -11,9 +11,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cutlass_dsl import select_
 
+from cutesuper.device.architecture import products
 from cutesuper.device.math import ScoreMath
 from cutesuper.device.memory import element
-from cutesuper.device.products import Products, products
+from cutesuper.device.products import Products
 from cutesuper.skeletons.attention.kernel.rows import masked_length, masked_offset
 from cutesuper.skeletons.attention.plan import ROW_BLOCK, Mask
 from cutesuper.skeletons.attention.sums.plan import Sight, SumsPlan

@@ -11,11 +11,12 @@ from typing import Any
 
 import cutlass.cute as cute
 
+from cutesuper.device.architecture import products
 from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import operand_layout
 from cutesuper.device.pipeline import Ring
-from cutesuper.device.products import Products, products
+from cutesuper.device.products import Products
 from cutesuper.skeletons.base import view_of
 from cutesuper.skeletons.kernel.arguments import (
     ELEMENT,
