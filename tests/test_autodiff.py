@@ -556,6 +556,23 @@ def test_means_stay_means() -> None:
     assert {n.attributes["value"] for n in g.nodes if n.operator == "constant"} <= {1e-5}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "build", "kept"),
+    [
+        ("float32", lambda g, x: g.log_softmax(x), {"max", "log"}),
+        ("float32", lambda g, x: g.log_softmax(g.mul(x, x)), {"sum"}),
+        ("bfloat16", lambda g, x: g.log_softmax(g.mul(x, x)), {"max", "log"}),
+    ],
+)
+def test_maxima_of_rows_that_are_computed_again(
+    dtype: str, build: Callable[[KernelGraph, Tensor], Tensor], kept: set[str]
+) -> None:
+    """The backward kernel may compute float32 rows in another order: x^6 as (x^3)^2."""
+    g = new_kernel_graph()
+    g.mark_output(build(g, g.new_input((4, 32), dtype, name="x")))
+    assert set(cs.split(g, wrt=["x"]).saved) == kept
+
+
 def test_attention_reuses_its_output_and_one_number_a_row() -> None:
     """ds = p (dp - sum(do * o)): neither scores nor probabilities are kept."""
     s = cs.split(attention(rows=512, length=512, causal=True, heads=2))

@@ -509,6 +509,8 @@ WRITTEN: list[Case] = [
         (X, randn(3, 5) > -2),
     ),
     ("max pool seq", lambda x: x.max(dim=1).values, (X,)),
+    # the product's rows are another dimension than those of the element-wise work
+    ("scaled by the largest", lambda x, w: (x.amax() * x) @ w.t(), (randn(2, 1, 8), W[:, :8])),
     (
         "fp8 scale",
         lambda x: (x / x.abs().amax(-1, keepdim=True).clamp(min=0.0001) * 448.0).to(torch.bfloat16),

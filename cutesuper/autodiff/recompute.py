@@ -10,6 +10,7 @@ from cutesuper.errors import GraphError
 from cutesuper.ir.arguments import shown
 from cutesuper.ir.derivation import Derivation
 from cutesuper.ir.dims import extent, show_shape
+from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import CONSTANT, lookup
 from cutesuper.ir.rounding import comparisons
@@ -154,9 +155,11 @@ def _sparing(reuse: Reuse, worth: set[int]) -> set[int]:
     kernel adds up products in another order. With logits of 3000 the share of the largest was 1 by
     2e-4, and that is what was left of gradients of softmax that cancel. Attention reduces no rows
     of scores, for which it keeps its output, and keeps their log-sum-exp.
+
+    And for maxima of float32 rows that are computed again, see `_shifts_computed`.
     """
-    kept = set(worth)
-    for i in sorted(worth, reverse=True):
+    kept = {i for i in worth if not _shifts_computed(reuse, worth, i)}
+    for i in sorted(kept, reverse=True):
         statistic = reuse.both.nodes[i].shape[-1:] == (1,)
         if statistic and not _reduced_again(reuse, kept, i):
             continue
@@ -165,6 +168,32 @@ def _sparing(reuse: Reuse, worth: set[int]) -> set[int]:
         if _products(reuse, kept - {i}) == _products(reuse, kept):
             kept.remove(i)
     return kept
+
+
+def _shifts_computed(reuse: Reuse, kept: set[int], i: int) -> bool:
+    """True if a kept value shifts arguments of exponentials that are computed again, in float32.
+
+    Another kernel may compute x^6 as (x^3)^2. Of a row whose largest x^6, 150, was kept, the share
+    of that one was 1 by 8e-6, where PyTorch's is exact; a rounding to 16 bits would hide that.
+    Rows of products stay: those are too much to be computed twice.
+    """
+    nodes, known = reuse.both.nodes, {*reuse.inputs, *kept}
+    if all(nodes[j].dtype != float32 for j in reuse.gradients):
+        return False
+    needed = reuse.both.needed(reuse.gradients, known)
+    exponents = {j for e in needed if nodes[e].facets.exponential for j in nodes[e].inputs}
+    for j in sorted(needed, reverse=True):
+        if j not in exponents or not nodes[j].facets.subtracts:
+            continue
+        exponents.add(nodes[j].inputs[0])  # x - max x - log sum exp(x - max x)
+        if nodes[j].inputs[1] != i:
+            continue
+        before = [nodes[k].facets for k in reuse.both.needed(nodes[j].inputs[:1], known)]
+        if any(f.contracts for f in before):
+            return False
+        if any(not (f.converts or f.permutes or f.masks or f.subtracts) for f in before):
+            return True
+    return False
 
 
 def _reduced_again(reuse: Reuse, kept: set[int], i: int) -> bool:

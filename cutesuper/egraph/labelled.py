@@ -297,7 +297,7 @@ def _separate(region: Region) -> _Unification | None:
         return None
     apart = alone.apart()
     # only all operators together say which rows of products are single ones
-    asks_all = alone.asks_for_rows
+    asks_all = alone.repeats_beside_rows
     for n, u in enumerate(uses):
         for other in dict.fromkeys(groups[v] for v in uses[:n] if value[v] == value[u]):
             dims = range(len(region.inputs[value[u]]))
@@ -499,11 +499,12 @@ class _Unification:
                 self._align(slots, result)
 
     @property
-    def asks_for_rows(self) -> bool:
-        """True if single rows of products may meet larger ones, or are contracted elsewhere."""
-        left = [self.slots((i, 0)) for i, op in enumerate(self.region.ops) if op.facets.contracts]
-        rows = any(self.extent(s[-2]) == 1 for s in left)
-        return rows and (bool(self.repeated) or any(self.extent(s[-1]) == 1 for s in left))
+    def repeats_beside_rows(self) -> bool:
+        """True if there are both dimensions that are repeated and products of one row."""
+        products = (i for i, op in enumerate(self.region.ops) if op.facets.contracts)
+        return bool(self.repeated) and any(
+            self.extent(self.slots((i, 0))[-2]) == 1 for i in products
+        )
 
     def apart(self) -> _Apart:
         """The classes of dimensions, of which those of one value must stay apart."""
@@ -515,21 +516,11 @@ class _Unification:
         return _Apart(self._classes, others)
 
     def _one_label_each(self) -> bool:
-        """True if no value has a label twice, or the label of a single row that it has not."""
+        """True if no value has a label twice, or the label of a single row beside one it meets."""
         rows = self._single_rows(self._larger())
-        return (
-            rows.isdisjoint(self.find(s) for s in self.repeated)
-            and rows.isdisjoint(self._contracted_ones())
-            and all(self._distinct(owner, shape) for owner, shape in self.shapes.items())
+        return rows.isdisjoint(self.find(s) for s in self.repeated) and all(
+            self._distinct(owner, shape) for owner, shape in self.shapes.items()
         )
-
-    def _contracted_ones(self) -> Iterator[Slot]:
-        """Inner dimensions of extent 1 that the result of their product has not."""
-        for i, op in enumerate(self.region.ops):
-            if not op.facets.contracts or self.extent(self.slots((i, 0))[-1]) != 1:
-                continue
-            result = {self.find((len(self.region.inputs) + i, d)) for d in range(len(op.shape))}
-            yield from {self.find(self.slots((i, 0))[-1])} - result
 
     def _distinct(self, owner: Any, shape: Shape) -> bool:
         roots = [self.find((owner, d)) for d, e in enumerate(shape) if e != 1]
@@ -589,9 +580,11 @@ class _Unification:
         if op.facets.permutes or op.facets.converts or op.facets.puts:
             return args[0]  # the type, and the place, are those of the stored tensor
         if op.facets.contracts:
-            inner = self.slots((i, 0))[-1]
-            over = self.names[self.find(inner)] if self.extent(inner) != 1 else None
-            kind = kind if over else "mul"  # a single row may have the label of an inner 1
+            inner = self.find(self.slots((i, 0))[-1])
+            result = ((len(self.region.inputs) + i, d) for d in range(len(op.shape)))
+            # one of extent 1 has a label if it is a row elsewhere, maybe that of the result
+            over = None if inner in map(self.find, result) else self.names.get(inner)
+            kind = kind if over else "mul"
             attributes = {}  # the precision is that of the region
         elif lookup(kind).reduces:
             slot = self.slots((i, 0))[attributes["dim"]]

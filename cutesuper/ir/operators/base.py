@@ -340,6 +340,13 @@ class Operator:
         """Floating-point operations; symbolic extents count with their hint."""
         return float(size(result))
 
+    def in_front(self, attributes: Attributes) -> Attributes:
+        """Attributes of the same for operands with one more extent of 1 in front.
+        Numbers of dimensions that are counted from the front change."""
+        if attributes.get("dim", -1) < 0:
+            return attributes
+        return {**attributes, "dim": attributes["dim"] + 1}
+
     def check_attributes(self, given: Attributes) -> Attributes:
         """Fill in defaults; refuse unknown or missing attributes."""
         unknown = sorted(set(given) - set(self.attributes))

@@ -225,6 +225,9 @@ class Amax(Operator):
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
         return reduce(g.max, attributes["dims"], args[0])
 
+    def in_front(self, attributes: Attributes) -> Attributes:
+        return {"dims": tuple(d + 1 for d in attributes["dims"])}
+
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:

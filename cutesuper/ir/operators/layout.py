@@ -55,6 +55,9 @@ class Transpose(Operator):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].permute(attributes["dims"])
 
+    def in_front(self, attributes: Attributes) -> Attributes:
+        return {"dims": (0, *(d + 1 for d in attributes["dims"]))}
+
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:

@@ -483,11 +483,9 @@ class Builder:
             given = self.operands[self.g.inputs.index(t.index)]
             return self._input_of(given.node, (None, *given.slots))
         args = [made.get(i, self.g.tensor(i)) for i in t.node.inputs]
+        attributes = t.node.facets.in_front(dict(t.node.attributes))
         if t.node.facets.permutes:
-            return self.g.transpose(args[0], (0, *(d + 1 for d in t.node.attributes["dims"])))
-        attributes = dict(t.node.attributes)
-        if attributes.get("dim", -1) >= 0:
-            attributes["dim"] += 1
+            return self.g.transpose(args[0], attributes["dims"])
         return self.g.apply(t.node.operator, *args, **attributes)
 
     def fits(self, operand: Any, slots: Slots) -> bool:
