@@ -635,3 +635,13 @@ def test_kernels_of_random_programs_on_the_machine_of_ptx(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert found["counts"]["right"] > 0 and found["launched"] > 0
+
+
+@NEEDS_GCC
+def test_programs_that_were_wrong_once() -> None:
+    """Those whose mend no other test is about: found by other seeds, made small."""
+    pytest.importorskip("cutlass")
+    command = [sys.executable, "-m", "tests.fuzz", "--ptx", "--no-minimise", "--replay",
+               "tests/fuzz/found.jsonl"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

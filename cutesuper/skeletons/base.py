@@ -139,6 +139,16 @@ class View:
         apart = zip(self.labels, self.strides, strict=True)
         return (*(s for d, s in apart if not self.contiguous(d)), self.offset)
 
+    def run(self, label: str, most: int, *extents: int) -> int:
+        """Elements in which ranges along ``label`` can be accessed, up to a power of two.
+
+        Args:
+            label: a label of the view.
+            most: the power of two.
+            extents: of the ranges.
+        """
+        return gcd(most, *extents, *self.places) if self.contiguous(label) else 1
+
 
 @dataclass(frozen=True)
 class Pages(View):

@@ -57,7 +57,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     p.add_argument(
         "--replay",
         metavar="PROGRAM",
-        help="SEED:INDEX, the JSON of a program, or a file with it; nothing else is run",
+        help="SEED:INDEX, the JSON of a program, or a file of such lines; nothing else is run",
     )
     p.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     return p.parse_args(given)
@@ -82,7 +82,7 @@ def main(given: list[str] | None = None) -> int:
 
 def _run(a: argparse.Namespace, plan: Plan) -> int:
     if a.replay:
-        return replayed(Replay.of(a.replay), plan)
+        return max(replayed(r, plan) for r in Replay.all_of(a.replay))
     start = time.monotonic()
     tally: Tally = in_processes(plan, a.jobs) if a.jobs > 1 else run(plan)
     tally = replace(tally, seconds=time.monotonic() - start)

@@ -65,7 +65,6 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "at_least": lambda x, y: (x >= y).double(),
     "maximum": torch.maximum,
     "raised": lambda x, y: x.clamp(min=y),
-    "xlogy": torch.xlogy,
     "hypot": torch.hypot,
     "pow": torch.pow,
     "atan2": torch.atan2,
@@ -286,9 +285,26 @@ def _argmax(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtyp
     return m.place(args[0], a["dim"])
 
 
+@formula("xlogy")
+def _xlogy(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """0 where x is 0, which it may be in float32 where it is not in float64."""
+    x, y = (m.value(v) for v in args)
+    vanishing = (x.abs() < torch.finfo(torch.float32).tiny) & ~(y > 0)
+    return m.unknown(m.function(torch.xlogy, *args), vanishing & (x != 0))
+
+
 @formula("matmul")
 def _matmul(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
-    return m.matmul(*args)
+    """In float32 an infinite operand gives NaN (docs/lowering/matmul.md), or its product where no
+    tensor core multiplies."""
+    found = m.matmul(*args)
+    if dtype != torch.float32:
+        return found
+    rows, columns = (
+        m.value(x).isinf().any(d, keepdim=True) for x, d in zip(args, (-1, -2), strict=True)
+    )
+    lost = rows | columns
+    return m.unknown(m.where(~lost, found, torch.nan), lost)
 
 
 @formula("transpose")

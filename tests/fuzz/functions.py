@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -365,6 +366,14 @@ class DrawFunction:
 # ---------------------------------------------------------------------------------------- judging
 
 
+aten = torch.ops.aten
+#: norms in steps: how the mean is rounded decides where elements are close to it
+STEPS = get_decompositions([
+    aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm,
+    aten.native_group_norm_backward,
+])  # fmt: skip
+
+
 class Noise(TorchDispatchMode):
     """Random roundings after each operator that computes float64."""
 
@@ -373,6 +382,9 @@ class Noise(TorchDispatchMode):
         self.u, self.generator = u, torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in STEPS:
+            with self:
+                return STEPS[func](*args, **(kwargs or {}))
         y = func(*args, **(kwargs or {}))
         return y if func.is_view else tree_map_only(Tensor, self._rounded, y)
 

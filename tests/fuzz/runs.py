@@ -171,8 +171,16 @@ class Replay:
     program: Program
 
     @staticmethod
+    def all_of(text: str) -> list[Replay]:
+        """Read one as `of` does, or one from each line of a file, which is named."""
+        lines = [text]
+        if not text.lstrip().startswith("{") and Path(text).is_file():
+            lines = Path(text).read_text(encoding="utf-8").splitlines()
+        return [Replay.of(line) for line in lines]
+
+    @staticmethod
     def of(text: str) -> Replay:
-        """Read it from ``SEED:INDEX``, ``SEED:INDEX:FRONT``, JSON, or the name of a file with JSON.
+        """Read it from ``SEED:INDEX``, ``SEED:INDEX:FRONT``, or JSON.
 
         Raises:
             ValueError: none of these.
@@ -182,7 +190,7 @@ class Replay:
             seed, index = int(parts[0]), int(parts[1])
             front = parts[2] if len(parts) == 3 else Plan(seed).front_of(index)
             return Replay(drawn(seed, index, front))
-        data = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        data = json.loads(text)
         read = Function.loads if data["front"] == "torch" else Case.loads
         return Replay(read(data))
 

@@ -419,13 +419,5 @@ def _at_once(plan: RowLoopPlan, target: Target) -> int:
 
 def _common_vector(plan: RowLoopPlan, vector: int) -> int:
     """Elements that every access along a row may take at a time."""
-    views = [*plan.loads.values(), *plan.stores.values()]
-    for v in views:
-        if plan.column not in v.labels:
-            continue
-        if not v.contiguous(plan.column):
-            return 1
-        for n in (*v.places, plan.length, plan.width):
-            while n % vector:
-                vector //= 2
-    return vector
+    views = [v for v in (*plan.loads.values(), *plan.stores.values()) if plan.column in v.labels]
+    return min((v.run(plan.column, vector, plan.length, plan.width) for v in views), default=vector)

@@ -71,7 +71,8 @@ class Access:
     ) -> None:
         """Read or write ``vector`` elements of a row.
         Accesses are as wide as the tensor's alignment allows."""
-        wide = self.alignment(view)
+        plan = self.plan
+        wide = view.run(plan.column, self.k.vector, plan.length, plan.width)
         stride = view.stride(self.plan.column)
         for e in range(0, self.k.vector, wide):
             offset = cute.assume(start + (at + e) * stride, divby=wide)
@@ -94,17 +95,6 @@ class Access:
             cute.autovec_copy(own, memory)
         else:
             cute.autovec_copy(memory, own)
-
-    def alignment(self, view: View) -> int:
-        """Elements per access along the row: a power of two up to ``vector``."""
-        plan = self.plan
-        if view.stride(plan.column) != 1:
-            return 1
-        wide = self.k.vector
-        for n in (*view.places, plan.length, plan.width):
-            while n % wide:
-                wide //= 2
-        return wide
 
     @cute.jit
     def store(self, i: cutlass.Constexpr, value, p: cutlass.Constexpr, row, tensors, place):

@@ -345,16 +345,12 @@ class Finish:
     def store_columns(self, view: cutlass.Constexpr, base, registers, first):
         """Write 4 neighbouring columns."""
         plan = self.plan
-        dtype = dtype_of(plan, view)
-        if cutlass.const_expr(plan.length % ITEM == 0 and view.stride(plan.column) == 1):
-            if first < plan.length:
-                at = base.align(ITEM * dtype.width // 8)
-                cute.autovec_copy(registers, neighbours(at, ITEM))
-        else:
-            for e in cutlass.range_constexpr(ITEM):
-                if first + e < plan.length:
-                    at = base + e * view.stride(plan.column)
-                    put(at, registers[e])
+        wide = view.run(plan.column, ITEM, plan.length)
+        for e in cutlass.range_constexpr(0, ITEM, wide):
+            if first + e < plan.length:
+                at = base + e * view.stride(plan.column)
+                at = at.align(wide * dtype_of(plan, view).width // 8)
+                cute.autovec_copy(neighbours(registers.iterator + e, wide), neighbours(at, wide))
 
     # --------------------------------------------------------------------------------------- access
 
