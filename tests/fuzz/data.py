@@ -9,6 +9,8 @@ from torch import Tensor
 
 from tests.fuzz.programs import ROWS, Source
 
+#: logarithm of how much larger peaks are than other numbers
+PEAK = 6
 #: what an input of numbers may hold
 KINDS = ("normal", "positive", "binary", "peaks", "zeros", "coarse")
 
@@ -31,7 +33,9 @@ def elements(source: Source, rows: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if source.kind not in KINDS:
         return _integers(source, shape, generator).to(getattr(torch, source.dtype))
-    x = _numbers(source.kind, shape, generator) * 2.0**source.exponent
+    # peaks, too, are of the order of 2^12 at most, as the rule of errors has it
+    exponent = min(source.exponent, 12 - PEAK) if source.kind == "peaks" else source.exponent
+    x = _numbers(source.kind, shape, generator) * 2.0**exponent
     return x.to(getattr(torch, source.dtype))
 
 
@@ -45,7 +49,7 @@ def _numbers(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> T
     if kind == "binary":
         return (chosen < 0.7).double()
     if kind == "peaks":
-        return torch.where(chosen < 0.02, 64 * x, x)
+        return torch.where(chosen < 0.02, 2.0**PEAK * x, x)
     return torch.where(chosen < 0.5, 0.0 * x, x) if kind == "zeros" else x
 
 

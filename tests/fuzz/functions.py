@@ -374,6 +374,9 @@ STEPS = get_decompositions([
 ])  # fmt: skip
 
 
+PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+
+
 class Noise(TorchDispatchMode):
     """Random roundings after each operator that computes float64."""
 
@@ -386,13 +389,18 @@ class Noise(TorchDispatchMode):
             with self:
                 return STEPS[func](*args, **(kwargs or {}))
         y = func(*args, **(kwargs or {}))
+        if func in PRODUCTS and self.u == unit(torch.float32):
+            # of float32 factors 2^-22 is lost (docs/lowering/matmul.md), as in sums of four or more
+            return y + 4 * self.u * self._random(y) * func(*(x.abs() for x in args))
         return y if func.is_view else tree_map_only(Tensor, self._rounded, y)
 
     def _rounded(self, y: Tensor) -> Tensor:
         if y.dtype is not torch.float64:
             return y
-        r = 2 * torch.rand(y.shape, generator=self.generator, dtype=torch.float64) - 1
-        return torch.where(y.isfinite(), y * (1 + self.u * r), y)
+        return torch.where(y.isfinite(), y * (1 + self.u * self._random(y)), y)
+
+    def _random(self, y: Tensor) -> Tensor:
+        return 2 * torch.rand(y.shape, generator=self.generator, dtype=torch.float64) - 1
 
 
 def wanted_of(f: Function, inputs: list[Tensor]) -> list[Expected]:
