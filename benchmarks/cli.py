@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks.harness import DeviceLostError, Monitor, Settings, run
-from benchmarks.peers import PEERS, Implementation, choose
+from benchmarks.peers import PEERS, Implementation, choose, peers_within
 from benchmarks.report import print_case, save_results
 from benchmarks.tables import describe_environment
 from benchmarks.workloads import MEASURED
+from cutesuper.crosscompile import add_budget
 
 EXIT_OURS_FAILED = 1
 EXIT_NO_DEVICE = 2
@@ -151,6 +152,7 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", default="float16", help="element type (default float16)")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, rounds and peers")
+    add_budget(parser)
     add_options(parser)
     return parser
 
@@ -209,7 +211,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m benchmarks") 
     workload = MEASURED[arguments.workload]
     try:
         shapes = [workload.parse_shape(text) for text in arguments.shape or ()]
-        peers = selected(arguments, quick=arguments.quick)
+        within = peers_within(arguments.budget_s)
+        peers = selected(arguments, quick=arguments.quick, among=within)
         if arguments.dtype not in workload.dtypes:
             raise ValueError(f"--dtype {arguments.dtype}: one of {', '.join(workload.dtypes)}")
         check_options(arguments)

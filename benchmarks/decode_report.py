@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.sweep_report import environments, failures, ratio_cell, time_cell
-from benchmarks.tables import LABELS, Row, markdown_table, number, ratio_to_best_peer
+from benchmarks.tables import LABELS, Row, markdown_table, number, ratio_to_best_peer, tally_text
 
 Case = dict[str, Any]
 
@@ -43,19 +43,16 @@ def decode_markdown(results: Case) -> str:
 
 
 def _outcome(cases: Sequence[Case]) -> str:
-    """The number of cases in which the best of ours is the fastest, and the others."""
+    """Wins, ties and losses of the best of ours."""
     best: dict[str, float] = {}
     for case in cases:
         ours = [e for e in case["implementations"] if e["kind"] == "ours"]
         ratios = [r for e in ours if (r := ratio_to_best_peer(e, case)) is not None]
         if ratios:
             best[case["label"]] = max(ratios)
-    slower = [f"{label} ({ratio:.2f}x)" for label, ratio in best.items() if ratio <= 1]
-    text = (
-        f"cutesuper is faster than every PyTorch column in {len(best) - len(slower)} of "
-        f"{len(cases)} cases"
+    return (
+        f"cutesuper against the fastest PyTorch column, in {len(cases)} cases: {tally_text(best)}."
     )
-    return f"{text}; slower: {', '.join(slower)}." if slower else f"{text}."
 
 
 def _entry(case: Case, name: str) -> Case | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -75,12 +76,12 @@ def _compiled(mode: str | None) -> Callable[[Problem], Launcher]:
     return make
 
 
-def superoptimized(problem: Problem, dependent: bool) -> Kernel:
+def superoptimized(problem: Problem, dependent: bool, budget_s: float | None = None) -> Kernel:
     """The problem's program, searched and compiled in this process."""
     import cutesuper as cs
 
     graph = problem.workload.graph(cs, problem.shape, problem.dtype_name)
-    return cs.superoptimize(graph, dependent_launch=dependent)
+    return cs.superoptimize(graph, dependent_launch=dependent, budget_s=budget_s)
 
 
 def _cutesuper(
@@ -143,14 +144,19 @@ def ours(
     )
 
 
-# no CUDA graphs of its own in the max-autotune mode: the harness records one around everything
-PEERS: tuple[Implementation, ...] = (
-    *ours(),
-    Implementation("eager", "peer", _eager("full")),
-    Implementation("compile", "peer", _compiled(None)),
-    Implementation("compile-max", "peer", _compiled("max-autotune-no-cudagraphs")),
-    Implementation("matmul-alone", "part", _eager("matmul"), computation="matmul"),
-)
+def peers_within(budget_s: float | None) -> tuple[Implementation, ...]:
+    """All implementations; ours search for so many seconds at most."""
+    return (
+        *ours(partial(superoptimized, budget_s=budget_s)),
+        Implementation("eager", "peer", _eager("full")),
+        Implementation("compile", "peer", _compiled(None)),
+        # no CUDA graphs of its own: the harness records one around everything
+        Implementation("compile-max", "peer", _compiled("max-autotune-no-cudagraphs")),
+        Implementation("matmul-alone", "part", _eager("matmul"), computation="matmul"),
+    )
+
+
+PEERS = peers_within(None)
 
 QUICK = ("cutesuper", "cutesuper-pdl", "eager", "compile", "matmul-alone")
 

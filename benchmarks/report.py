@@ -42,6 +42,7 @@ from benchmarks.tables import (
     describe_environment,
     markdown_table,
     number,
+    outcome_of,
     print_table,
     ratio_to_best_peer,
 )
@@ -95,7 +96,7 @@ def _verdict(entry: dict[str, Any], ratio: float | None) -> str:
         return f"{entry['status']}: {entry['error']}"
     if entry["kind"] != "ours" or ratio is None:
         return entry["status"] if entry["kind"] != "part" else "ok (only a part)"
-    return "faster" if ratio > 1 else "SLOWER than a peer"
+    return outcome_of(ratio)
 
 
 def case_rows(case: dict[str, Any]) -> list[Row]:

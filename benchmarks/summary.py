@@ -24,6 +24,7 @@ from benchmarks.tables import (
     describe_environment,
     markdown_table,
     number,
+    outcome_of,
     ratio_to_best_peer,
 )
 
@@ -161,7 +162,7 @@ def picture(lines: Sequence[Line]) -> str:
     for n, line in enumerate(lines):
         y = HEAD + n * LINE
         end = NAMES + line.ratio * unit
-        look = "faster" if line.ratio > 1 else "slower"
+        look = outcome_of(line.ratio)
         add(svg, "text", "ink", line.choice.program, x=16, y=y + 17)
         add(svg, "rect", f"mark {look}", x=NAMES, y=y + 4, width=end - NAMES, height=LINE - 10)
         beside = max(end, NAMES + unit) + 6  # not upon the rule
@@ -171,7 +172,10 @@ def picture(lines: Sequence[Line]) -> str:
 
 
 def _style() -> str:
-    colours = {**COLOURS, "faster": ("#54aeff", "#1f6feb"), "slower": ("#d4a72c", "#9e6a03")}
+    colours = {
+        **COLOURS, "win": ("#54aeff", "#1f6feb"), "tie": ("#8c959f", "#6e7681"),
+        "loss": ("#d4a72c", "#9e6a03"),
+    }  # fmt: skip
     return (
         "text { font: 13px system-ui, sans-serif; } .head { font-weight: 600; }\n"
         f"{FILLED}.rule {{ stroke: currentColor; stroke-dasharray: 3 3; }}\n{both_schemes(colours)}"

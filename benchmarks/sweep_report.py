@@ -11,6 +11,7 @@ from benchmarks.tables import (
     markdown_table,
     number,
     ratio_to_best_peer,
+    tally_text,
 )
 
 PEERS = ("eager", "compile", "compile-max", "matmul-alone")
@@ -122,7 +123,7 @@ def ratio_cell(entry: dict[str, Any] | None, case: dict[str, Any]) -> str:
 
 
 def outcome(results: dict[str, Any], others: str = "PyTorch") -> list[str]:
-    """Wins and losses of plain launches in a sentence, and everything that failed.
+    """Wins, ties and losses of plain launches in a sentence, and everything that failed.
     ``others`` is the name of the peers' columns."""
     ratios: dict[str, float] = {}
     for case in results["cases"]:
@@ -130,12 +131,10 @@ def outcome(results: dict[str, Any], others: str = "PyTorch") -> list[str]:
         ratio = ratio_to_best_peer(entry, case) if entry else None
         if ratio is not None:
             ratios[_case_name(case)] = ratio
-    slower = [f"{name} ({ratio:.2f}x)" for name, ratio in ratios.items() if ratio <= 1]
     text = (
-        f"cutesuper, launched like the others, is faster than every {others} column in "
-        f"{len(ratios) - len(slower)} of {len(results['cases'])} cases"
+        f"cutesuper, launched like the others, against the fastest {others} column, in "
+        f"{len(results['cases'])} cases: {tally_text(ratios)}."
     )
-    text += f"; slower: {', '.join(slower)}." if slower else "."
     return [text, *failures(results)]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 Row = list[str]
@@ -109,3 +110,32 @@ def ratio_to_best_peer(entry: dict[str, Any], case: dict[str, Any]) -> float | N
     if best is None or entry["time_us"] is None:
         return None
     return best["time_us"]["median"] / entry["time_us"]["median"]
+
+
+#: medians of one run that differ by no more than this part are a tie
+TIE = 0.01
+
+
+def outcome_of(ratio: float) -> str:
+    """``win``, ``tie`` or ``loss``, for the best peer's time over ours."""
+    if abs(ratio - 1) <= TIE:
+        return "tie"
+    return "win" if ratio > 1 else "loss"
+
+
+def tally(ratios: Iterable[float]) -> dict[str, int]:
+    """Numbers of wins, ties and losses, in this order."""
+    found = Counter(map(outcome_of, ratios))
+    return {word: found[word] for word in ("win", "tie", "loss")}
+
+
+def tally_text(ratios: Mapping[str, float]) -> str:
+    """``5 wins, 1 tie (within 1 %), 1 loss; tie: a (1.003x); loss: b (0.900x)``."""
+    counts = tally(ratios.values())
+    words = {w: w if n == 1 else {"loss": "losses"}.get(w, f"{w}s") for w, n in counts.items()}
+    within = {"tie": f" (within {TIE:.0%})".replace("%", " %")}
+    parts = [", ".join(f"{n} {words[w]}{within.get(w, '')}" for w, n in counts.items())]
+    for word in ("tie", "loss"):
+        named = [f"{n} ({r:.3f}x)" for n, r in ratios.items() if outcome_of(r) == word]
+        parts += [f"{words[word]}: {', '.join(named)}"] if named else []
+    return "; ".join(parts)

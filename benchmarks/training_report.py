@@ -7,7 +7,7 @@ from math import exp, log
 from typing import Any
 
 from benchmarks.sweep_report import OURS, environments, outcome, ratio_cell, time_cell
-from benchmarks.tables import LABELS, Row, markdown_table, number, ratio_to_best_peer
+from benchmarks.tables import LABELS, Row, markdown_table, number, ratio_to_best_peer, tally
 
 TITLES = {
     "rmsnorm": "RMSNorm",
@@ -39,12 +39,12 @@ def summary_markdown(results: Case) -> str:
     """A line for each operator and pass."""
     cases = [case for case in results["cases"] if case["group"] != "host"]
     names = [n for n in PEERS if any(_entry(case, n) for case in cases)]
-    header = ["operator", "pass", "shapes", "faster than all in"]
+    header = ["operator", "pass", "shapes", "wins / ties / losses"]
     header += [f"over {LABELS[n]}" for n in names] + ["of the floor's speed"]
     rows = []
     for key in dict.fromkeys((case["operator"], case["step"]) for case in cases):
         some = [case for case in cases if (case["operator"], case["step"]) == key]
-        rows.append([*key, str(len(some)), _wins(some), *(_over(some, n) for n in names),
+        rows.append([*key, str(len(some)), _tally(some), *(_over(some, n) for n in names),
                      _of_floor(some)])  # fmt: skip
     note = (
         "Speedups are geometric means over the shapes (least to most), of plain launches. "
@@ -72,7 +72,7 @@ def details_markdown(results: Case) -> str:
 
 
 def _outcome(results: Case) -> list[str]:
-    """Wins, losses and failures; a call timed only on the host has neither wins nor losses."""
+    """Wins, ties, losses and failures; a call timed only on the host has only failures."""
     timed = [case for case in results["cases"] if case["group"] != "host"]
     hosts = [case for case in results["cases"] if case["group"] == "host"]
     sentence, *failures = outcome(results | {"cases": timed}, "other")
@@ -171,10 +171,10 @@ def _median(case: Case, name: str) -> float | None:
     return entry["time_us"]["median"] if entry and entry["time_us"] else None
 
 
-def _wins(cases: Sequence[Case]) -> str:
+def _tally(cases: Sequence[Case]) -> str:
     entries = [(case, _entry(case, OURS[0])) for case in cases]
     ratios = [ratio_to_best_peer(entry, case) for case, entry in entries if entry]
-    return str(sum(r is not None and r > 1 for r in ratios))
+    return " / ".join(map(str, tally(r for r in ratios if r is not None).values()))
 
 
 def _over(cases: Sequence[Case], name: str) -> str:

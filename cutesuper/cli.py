@@ -11,11 +11,12 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cutesuper import crosscompile
-from cutesuper.console import add_cache, cache, completion, doctor
+from cutesuper.console import Words, add_cache, cache, completion, doctor, words_of
 from cutesuper.errors import CutesuperError, FormatError, OptionError
 from cutesuper.version import __version__
 
@@ -25,21 +26,24 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code, see the module."""
+    return _exit_code(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser, commands = _parser()
     args, rest = parser.parse_known_args(argv)
-    if args.command == "bench":
-        return _bench(rest)
-    if rest:
+    if rest and args.command != "bench":
         parser.error(f"unknown arguments: {' '.join(rest)}")
     _print_anything()
     run: dict[str, Callable[[argparse.Namespace], int]] = {
         "demo": _demo, "explain": _explain, "compile": _compile,
         "export": _export, "tune": _tune,
+        "bench": lambda _: _bench(rest),
         "cache": lambda args: cache(args.action),
         "doctor": lambda _: doctor(),
         "completion": lambda args: completion(args.shell, _words(commands)),
     }  # fmt: skip
-    return _exit_code(lambda: run[args.command](args))
+    return run[args.command](args)
 
 
 def _exit_code(command: Callable[[], int]) -> int:
@@ -48,7 +52,7 @@ def _exit_code(command: Callable[[], int]) -> int:
         code = command()
         sys.stdout.flush()  # fails on a full disk, or for a reader that has left
         return code
-    except _UsageError as error:
+    except (_UsageError, OptionError) as error:
         print(f"cutesuper: {error}", file=sys.stderr)
         return 2
     except CutesuperError as error:
@@ -75,10 +79,10 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="optimize RMSNorm + Linear and run it"))
     _add_explain(
-        commands.add_parser("explain", help="optimize a saved kernel graph and explain it")
+        commands.add_parser("explain", help="optimize a graph or a function and explain it")
     )
     _add_export(
-        commands.add_parser("export", help="write a saved kernel graph as a shared library")
+        commands.add_parser("export", help="write a graph or a function as a shared library")
     )
     crosscompile.add_arguments(
         commands.add_parser("compile", help="compile for any GPU, into files")
@@ -101,37 +105,30 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
 
 
 def _add_explain(explain: argparse.ArgumentParser) -> None:
-    explain.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
-    _add_options(explain)
+    crosscompile.add_program(explain)
+    crosscompile.add_target(explain)
+    crosscompile.add_search(explain)
     explain.add_argument("--svg", type=Path, help="also write a picture of the muGraph")
     explain.add_argument("--html", type=Path, help="also write a page to look into the muGraph")
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
-    export.add_argument("graph", type=Path, help="JSON written by cutesuper.dumps(graph)")
+    crosscompile.add_program(export)
     export.add_argument("--out", type=Path, required=True, metavar="X.so", help="the library")
     export.add_argument("--header", type=Path, metavar="X.h", help="also functions for C and C++")
-    _add_options(export)
+    crosscompile.add_target(export)
+    crosscompile.add_search(export)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `cutesuper.superoptimize`."""
-    parser.add_argument("--target", default=None, help="h200, h100, b200 or b300")
-    parser.add_argument("--dependent-launch", action="store_true")
-    crosscompile.add_budget(parser)
+def _words(commands: Mapping[str, argparse.ArgumentParser]) -> dict[str, Words]:
+    """The words of each command, for completion; in a checkout those of the benchmarks too."""
+    words = {name: words_of(parser, crosscompile.VALUES) for name, parser in commands.items()}
+    with suppress(ImportError):
+        from benchmarks.cli import COMMANDS, build_parser
 
-
-def _words(commands: Mapping[str, argparse.ArgumentParser]) -> dict[str, list[str]]:
-    """The words that may follow each command: its options, and the values of its first argument."""
-    return {
-        name: [
-            word
-            for action in parser._actions
-            for word in (action.option_strings or action.choices or ())
-            if not word.startswith("-") or word.startswith("--")
-        ]
-        for name, parser in commands.items()
-    }
+        bench = words_of(build_parser(), crosscompile.VALUES)
+        words["bench"] = Words([*bench.first, *COMMANDS], bench.options)
+    return words
 
 
 def _print_anything() -> None:
@@ -146,7 +143,7 @@ def _add_tune(tune: argparse.ArgumentParser) -> None:
                       "a workload of the benchmarks")  # fmt: skip
     tune.add_argument("--shape", help="of a workload, e.g. 16x4096x4096; default its first")
     tune.add_argument("--dtype", help="of a workload, default float16")
-    tune.add_argument("--dependent-launch", action="store_true")
+    crosscompile.add_launch(tune)
     tune.add_argument("--budget-s", type=float, default=60.0, metavar="SECONDS",
                       help="default %(default)s")  # fmt: skip
     tune.add_argument("--candidates", type=int, default=24, metavar="N",
@@ -188,14 +185,12 @@ def _read_graph(path: Path) -> KernelGraph:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from cutesuper import superoptimize
-
     if args.html and args.html.suffix.lower() not in (".html", ".htm"):
         raise _UsageError(f"--html {args.html}: give a name that ends in .html")
     _check_places(args.svg, args.html)
     if args.svg and args.svg.suffix.lower() != ".svg":
         raise _UsageError(f"--svg {args.svg}: give a name that ends in .svg")
-    kernel = superoptimize(_read_graph(args.graph), **_options(args))
+    kernel = crosscompile.optimized(args, _read_graph, args.target)
     print(kernel.explain())
     if args.svg is not None:
         kernel.draw(args.svg)
@@ -211,37 +206,20 @@ def _check_places(*paths: Path | None) -> None:
             raise _UsageError(f"{path}: there cannot be a file of this name; is its folder there?")
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `cutesuper.superoptimize`. Raises _UsageError for several GPUs."""
-    if "," in (args.target or ""):
-        raise _UsageError(
-            f"--target {args.target}: give one GPU; `cutesuper compile` compiles for several"
-        )
-    return {
-        "target": args.target,
-        "dependent_launch": args.dependent_launch,
-        "budget_s": args.budget_s,
-    }
-
-
 def _export(args: argparse.Namespace) -> int:
-    from cutesuper import superoptimize
     from cutesuper.runtime.c_interface import name_of
 
     _check_places(args.out, args.header)
     if args.header is not None:
         name_of(args.header)
-    kernel = superoptimize(_read_graph(args.graph), **_options(args))
+    kernel = crosscompile.optimized(args, _read_graph, args.target)
     kernel.export(args.out, header=args.header)
     print(f"{kernel}: {args.out}" + (f", {args.header}" if args.header else ""))
     return 0
 
 
 def _compile(args: argparse.Namespace) -> int:
-    try:
-        return crosscompile.compile_program(args, _read_graph)
-    except OptionError as error:
-        raise _UsageError(str(error)) from error
+    return crosscompile.compile_program(args, _read_graph)
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -309,8 +287,7 @@ def _bench(rest: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    bench_main(rest, prog="cutesuper bench")
-    return 0
+    return bench_main(rest, prog="cutesuper bench")
 
 
 if __name__ == "__main__":

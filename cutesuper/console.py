@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cutesuper.errors import CacheError, CutesuperError
@@ -161,13 +161,17 @@ def _verify(store: KernelCache) -> int:
 
 _BASH = """\
 _cutesuper() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" command="${{COMP_WORDS[1]}}"
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}"
+    local command="${{COMP_WORDS[1]}}"
     if [ "$COMP_CWORD" -eq 1 ]; then
         COMPREPLY=($(compgen -W "{commands}" -- "$word"))
         return
     fi
+    case "$command $before" in
+{values}
+    esac
     case "$command" in
-{cases}
+{words}
     esac
     COMPREPLY+=($(compgen -f -- "$word"))
 }}
@@ -175,26 +179,67 @@ complete -o filenames -F _cutesuper cutesuper
 """
 
 
-def completion(shell: str, commands: dict[str, list[str]]) -> int:
+@dataclass(frozen=True)
+class Words:
+    """The words that may follow a command.
+
+    Attributes:
+        first: values of its first argument, if they are known.
+        options: the values of each option, if they are known.
+    """
+
+    first: Sequence[str]
+    options: Mapping[str, Sequence[str]]
+
+
+def words_of(parser: argparse.ArgumentParser, values: Mapping[str, Sequence[str]]) -> Words:
+    """The words of a command; ``values`` are those of options that have no choices."""
+    first: list[str] = []
+    options: dict[str, Sequence[str]] = {}
+    for action in parser._actions:
+        known = tuple(map(str, action.choices or ()))
+        if not action.option_strings:
+            first += known
+        for option in (o for o in action.option_strings if o.startswith("--")):
+            options[option] = known or values.get(option, ())
+    return Words(first, options)
+
+
+def completion(shell: str, commands: Mapping[str, Words]) -> int:
     """Print the completion of a shell, to be read by it.
 
     Args:
         shell: "bash", "zsh" or "fish".
         commands: by name, the words that each takes.
     """
-    if shell == "fish":
-        names = " ".join(commands)
-        print(f"complete -c cutesuper -n __fish_use_subcommand -f -a '{names}'")
-        for name, words in commands.items():
-            for word in words:
-                option = f"-l {word[2:]}" if word.startswith("--") else f"-a {word}"
-                print(f"complete -c cutesuper -n '__fish_seen_subcommand_from {name}' {option}")
-        return 0
-    cases = "\n".join(
-        f'        {name}) COMPREPLY=($(compgen -W "{" ".join(words)}" -- "$word"));;'
-        for name, words in commands.items()
-    )
     if shell == "zsh":
         print("autoload -U +X bashcompinit && bashcompinit")
-    print(_BASH.format(commands=" ".join(commands), cases=cases), end="")
+    print(_fish(commands) if shell == "fish" else _bash(commands), end="")
     return 0
+
+
+def _bash(commands: Mapping[str, Words]) -> str:
+    def reply(words: Iterable[str]) -> str:
+        return f'COMPREPLY=($(compgen -W "{" ".join(words)}" -- "$word"))'
+
+    values = [
+        f'        "{name} {option}") {reply(known)}; return;;'
+        for name, words in commands.items()
+        for option, known in words.options.items()
+        if known
+    ]
+    words = [f"        {n}) {reply([*w.first, *w.options])};;" for n, w in commands.items()]
+    return _BASH.format(
+        commands=" ".join(commands), values="\n".join(values), words="\n".join(words)
+    )
+
+
+def _fish(commands: Mapping[str, Words]) -> str:
+    lines = [f"complete -c cutesuper -n __fish_use_subcommand -f -a '{' '.join(commands)}'"]
+    for name, words in commands.items():
+        here = f"complete -c cutesuper -n '__fish_seen_subcommand_from {name}'"
+        lines += [f"{here} -a '{' '.join(words.first)}'"] if words.first else []
+        for option, known in words.options.items():
+            given = f" -x -a '{' '.join(known)}'" if known else ""
+            lines.append(f"{here} -l {option[2:]}{given}")
+    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""The command ``cutesuper compile``: programs in files, for this machine's GPU or others.
+"""Programs that the command line is given, and ``cutesuper compile``, for this GPU or others.
 
     cutesuper compile graph.json --target b200 --out build
     cutesuper compile model.py:norm_linear --shapes 16x4096,4096x6144 --target h100,b200 --out build
@@ -18,26 +18,60 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cutesuper.errors import CutesuperError, OptionError
+from cutesuper.errors import CutesuperError, DeviceError, OptionError
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.runtime.kernel import Kernel
+from cutesuper.targets import TARGETS, find_target
 
 if TYPE_CHECKING:
-    from cutesuper.ir.graph import KernelGraph
-    from cutesuper.runtime.kernel import Kernel
+    from cutesuper.torch.compile.traced_program import TracedProgram
+
+#: reads the kernel graph in a file
+Reader = Callable[[Path], KernelGraph]
 
 _FUNCTION = "FILE.py:NAME or MODULE:NAME"
+
+#: values of options, for completion; of those that have no choices
+VALUES = {
+    "--target": tuple(TARGETS),
+    "--dtype": ("float16", "bfloat16", "float32", "int32", "int64"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
+    add_program(parser)
+    parser.add_argument("--target", type=_targets, default=[None], metavar="GPUS",
+                        help=f"of {','.join(TARGETS)}; default this machine's")  # fmt: skip
+    add_search(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if missing")
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Declare the program of a command: a graph, or a function with the shapes of its arguments."""
     parser.add_argument("program", help=f"JSON written by cutesuper.dumps(graph), or {_FUNCTION} "
                         "of a function or module of PyTorch")  # fmt: skip
     parser.add_argument("--shapes", help="of a function's arguments, 16x4096,4096x6144; an element "
                         "type may follow each: 16x4096:float32")  # fmt: skip
     parser.add_argument("--dtype", help="of arguments without one, default float16")
-    parser.add_argument("--target", help="GPUs: h100,b200; default this machine's")
-    parser.add_argument("--dependent-launch", action="store_true")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--target`` of a command that compiles for one GPU."""
+    parser.add_argument("--target", type=_target, metavar="GPU",
+                        help=f"{', '.join(TARGETS)}; default this machine's")  # fmt: skip
+
+
+def add_search(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a search."""
+    add_launch(parser)
     add_budget(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if missing")
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--dependent-launch``."""
+    parser.add_argument("--dependent-launch", action="store_true", help="start kernels before the "
+                        "one in front of them on the stream has ended")  # fmt: skip
 
 
 def add_budget(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +90,20 @@ def _seconds(text: str) -> float:
     return value
 
 
-def compile_program(args: argparse.Namespace, read: Callable[[Path], KernelGraph]) -> int:
+def _target(name: str) -> str:
+    if "," in name:
+        raise argparse.ArgumentTypeError("give one GPU; `cutesuper compile` compiles for several")
+    try:
+        return find_target(name).name
+    except DeviceError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _targets(names: str) -> list[str | None]:
+    return [_target(name) for name in names.split(",")]
+
+
+def compile_program(args: argparse.Namespace, read: Reader) -> int:
     """Compile for all targets, write the files, and print the names of the libraries. Returns 0.
 
     Args:
@@ -67,7 +114,7 @@ def compile_program(args: argparse.Namespace, read: Callable[[Path], KernelGraph
         OptionError: arguments that make no sense, or no such function.
         CutesuperError, OSError: as `cutesuper.superoptimize` and `Kernel.export`.
     """
-    made = [_programs(args, read, t) for t in (args.target.split(",") if args.target else [None])]
+    made = [_programs(args, read, target) for target in args.target]
     args.out.mkdir(parents=True, exist_ok=True)
     for name in made[0]:
         kernels = [programs[name] for programs in made]
@@ -87,32 +134,43 @@ def _write(folder: Path, kernel: Kernel) -> None:
         (folder / f"{n}_{step.name}.cubin").write_bytes(step.artifact.cubin)
 
 
-def _programs(
-    args: argparse.Namespace, read: Callable[[Path], KernelGraph], target: str | None
-) -> dict[str, Kernel]:
+def _programs(args: argparse.Namespace, read: Reader, target: str | None) -> dict[str, Kernel]:
     """The programs for a target by the names of their files."""
+    made = optimized(args, read, target)
+    if isinstance(made, Kernel):
+        return {Path(args.program).stem: made}
+    name = args.program.rpartition(":")[2]
+    names = [name] if len(made.regions) == 1 else [f"{name}.{n}" for n in range(len(made.regions))]
+    if not names:
+        raise OptionError(f"compile {args.program}: no kernel computes any of its operators")
+    return {n: region.kernel for n, region in zip(names, made.regions, strict=True)}
+
+
+def optimized(args: argparse.Namespace, read: Reader, target: str | None) -> Kernel | TracedProgram:
+    """The program of `add_program`, searched with the options of `add_search`.
+
+    Raises:
+        OptionError: arguments that make no sense, or no such function.
+        CutesuperError: as `cutesuper.superoptimize`.
+    """
     from cutesuper.api import superoptimize
 
     options: dict[str, Any] = {
         "target": target, "dependent_launch": args.dependent_launch, "budget_s": args.budget_s,
     }  # fmt: skip
     where, _, name = args.program.rpartition(":")
-    if not where:
-        if args.shapes or args.dtype:
-            raise OptionError(
-                f"compile {args.program}: a graph has its shapes and types; --shapes and --dtype "
-                f"are for {_FUNCTION}"
-            )
-        path = Path(args.program)
-        return {path.stem: superoptimize(read(path), **options)}
-    regions = superoptimize(_function(where, name), _examples(args), **options).regions
-    names = [name] if len(regions) == 1 else [f"{name}.{n}" for n in range(len(regions))]
-    if not names:
-        raise OptionError(f"compile {args.program}: no kernel computes any of its operators")
-    return {n: region.kernel for n, region in zip(names, regions, strict=True)}
+    if where:
+        function = _function(args.command, where, name)
+        return superoptimize(function, _examples(args), **options)
+    if args.shapes or args.dtype:
+        raise OptionError(
+            f"{args.command} {args.program}: a graph has its shapes and types; --shapes and "
+            f"--dtype are for {_FUNCTION}"
+        )
+    return superoptimize(read(Path(args.program)), **options)
 
 
-def _function(where: str, name: str) -> Callable[..., Any]:
+def _function(command: str, where: str, name: str) -> Callable[..., Any]:
     """A function or module by its place. Raises OptionError."""
     try:
         found = _module(where)
@@ -122,10 +180,12 @@ def _function(where: str, name: str) -> Callable[..., Any]:
         raise
     except Exception as error:
         raise OptionError(
-            f"compile {where}:{name}: {type(error).__name__}: {error}; give {_FUNCTION}"
+            f"{command} {where}:{name}: {type(error).__name__}: {error}; give {_FUNCTION}"
         ) from error
     if not callable(found):
-        raise OptionError(f"compile {where}:{name}: it is {type(found).__name__}, and no function")
+        raise OptionError(
+            f"{command} {where}:{name}: it is {type(found).__name__}, and no function"
+        )
     return found
 
 
@@ -147,7 +207,7 @@ def _examples(args: argparse.Namespace) -> tuple[Any, ...]:
     import torch
 
     if not args.shapes:
-        raise OptionError(f"compile {args.program}: give the shapes of its arguments, as "
+        raise OptionError(f"{args.command} {args.program}: give the shapes of its arguments, as "
                           "--shapes 16x4096,4096x6144")  # fmt: skip
     found: list[torch.Tensor] = []
     for text in args.shapes.split(","):

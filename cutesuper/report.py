@@ -59,7 +59,7 @@ def variant_report(
 
 
 def narrow(text: str) -> str:
-    """A text with long lines folded, words whole."""
+    """A text with long lines folded, words whole unless they are longer than a line."""
     return "\n".join(part for line in text.split("\n") for part in _folded(line))
 
 
@@ -67,9 +67,7 @@ def _folded(line: str) -> list[str]:
     if len(line) <= WIDTH:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
-    return textwrap.wrap(
-        line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def summary_text(

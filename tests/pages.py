@@ -1,9 +1,10 @@
 """The code of a page of the documentation, and how it is run.
 
-A page's Python blocks run from top to bottom in one namespace, as a reader would type them. Besides
+A page's Python blocks run from top to bottom in one namespace, as a reader would copy them: nothing
+that they need is hidden. Besides
 
-* ``<!-- setup`` and ``<!-- check`` comments hold code that the reader does not see: what the page
-  takes as given, and what its results must be;
+* a ``<!-- check`` comment holds code that the reader does not see, on what the results must be; the
+  names that it makes are its own;
 * a ``text`` block shows what the Python block before it prints, ``...`` standing for anything;
 * a block whose first line is ``# needs a GPU`` runs where there is one.
 """
@@ -29,7 +30,7 @@ GPU = "# needs a GPU\n"
 
 _BLOCK = re.compile(
     r"^```(?P<language>python|text)[^\n]*\n(?P<shown>.*?)^```$"
-    r"|^<!-- (?:setup|check)\n(?P<hidden>.*?)^-->$",
+    r"|^<!-- check\n(?P<hidden>.*?)^-->$",
     re.DOTALL | re.MULTILINE,
 )
 _OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -63,7 +64,7 @@ class Block:
         code = compile("\n" * (self.line - 1) + self.code, str(ROOT / self.page), "exec")
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(code, names)
+            exec(code, dict(names) if self.hidden else names)
         return printed.getvalue()
 
     def difference(self, printed: str) -> str | None:

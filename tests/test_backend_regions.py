@@ -844,12 +844,36 @@ take='faster': 1 of 3 region(s) taken
 graph 0 (forward): 1 of 3 region(s) taken, decided in 3.5 s
   region        operators  kernels  us, model     us, measured  s: search  compile  trial
   model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  1.2        0.5      12.0   taken
-  taken: 9.0 us, Inductor's code 12.0 us (model.py:3-5)
   2 x not taken: no kernels: nothing fits (model.py:9, model.py:11)
   model.py:3-5 k0: y = relu(x)
   outside, 7 x aten.sort is no operator (model.py:0, model.py:1, model.py:2, model.py:3 and 2 more)\
 """
     assert str(report) == expected
+
+
+def test_no_line_of_a_report_is_wide_and_no_row_of_its_table_wraps() -> None:
+    name = "_".join(["modeling_of_something"] * 3) + ".py"
+    kernel = f"k0: out0 = {'add(' * 60}x0{', x1)' * 60}"
+    taken = Verdict(True, "9.0 us", (kernel,), 1008.04, 1011.0, 1009, 1012)
+    refused = Verdict(False, "at least 15.8 us expected", (), 15.8, 10.5)
+    regions = [RegionReport(f"{name}:3-5", 12, taken), RegionReport(f"{name}:9", 1, refused)]
+    graph = GraphReport("inference", tuple(regions), (OutsideReport("x" * 300, ("?",), 1),))
+    lines = str(Report(read_options({}), (graph,))).splitlines()
+    assert max(map(len, lines)) <= 120
+    rows = [line for line in lines if line.endswith((" taken", " left")) and "..." in line]
+    assert len(rows) == 2 and f"  {name}:3-5 k0: out0 =" in "\n".join(lines)
+    assert not any(line.strip().startswith("taken: 9.0") for line in lines)
+
+
+def test_explain_takes_arguments_by_name() -> None:
+    def f(x: Any, *, scale: Any) -> Any:
+        return torch.relu(x) * scale
+
+    x = torch.randn(4, 64).bfloat16()
+    report = cs.explain(f, example_kwargs={"x": x, "scale": x}, options={"take": "all"})
+    assert report.taken == 1
+    with pytest.raises(OptionError, match="by name as a dict"):
+        cs.explain(f, (x,), example_kwargs=[x])  # type: ignore[arg-type]
 
 
 def test_regions_name_what_they_read_as_the_model_does() -> None:

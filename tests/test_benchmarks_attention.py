@@ -387,7 +387,7 @@ def test_the_best_of_several_kernels_is_named_and_refusals_are_listed(scripted, 
     assert "| 5.00 | 2.50 (efficient) | wrong | 1.00 / 2.00 |" in text
     assert f"sdpa-flash: failed: {why}" in text
     assert "fa4: wrong: before timing: rms error" in text
-    assert "slower: decoding, one token 3x40x8x2x16 (0.83x)." in text
+    assert "1 loss; loss: decoding, one token 3x40x8x2x16 (0.833x)." in text
     assert text.endswith(", flash-attn-4 4.0.0b36.")
 
 

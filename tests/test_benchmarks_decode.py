@@ -130,7 +130,10 @@ def test_the_command_fills_both_tables(scripted, tmp_path):
     document.write_text("<!-- bench:decode -->\n<!-- /bench:decode -->\n")
     assert report.main(["--page", str(document), str(path)]) == 0
     lines = document.read_text().splitlines()
-    assert lines[1] == "cutesuper is faster than every PyTorch column in 3 of 3 cases."
+    assert lines[1] == (
+        "cutesuper against the fastest PyTorch column, in 3 cases: 3 wins, 0 ties (within 1 %), "
+        "0 losses."
+    )
     assert lines[3] == (
         "| batch | tokens in the cache | layers | PyTorch eager | SDPA in a CUDA graph "
         '| torch.compile | **torch.compile(backend="cutesuper")** | **cutesuper** | floor '
@@ -157,7 +160,7 @@ def test_losses_and_failures_are_told(scripted, tmp_path):
         "time_us": None, "status": "failed", "error": "prepare: no compiler"
     }  # fmt: skip
     text = report.KINDS["decode"].markdown(results)
-    assert "in 2 of 3 cases; slower: 1x16x2 (0.00x)." in text
+    assert "in 3 cases: 2 wins, 0 ties (within 1 %), 1 loss; loss: 1x16x2 (0.000x)." in text
     assert "compile: failed: prepare: no compiler" in text
     assert text.count("| failed |") == 1
 

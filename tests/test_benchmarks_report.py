@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import plots, report, summary
+from benchmarks import plots, report, summary, tables
 from tests.benchmark_fakes import (
     measure,
     right,
@@ -57,9 +57,9 @@ def results():
 def test_table_shows_losses_and_failures(results):
     rows = {row[0]: row for row in report.case_rows(results["cases"][0])}
     assert rows["cutesuper"][3] == "1.50x"
-    assert rows["cutesuper"][-1] == "faster"
+    assert rows["cutesuper"][-1] == "win"
     assert rows["cutesuper-pdl"][3] == "0.75x"
-    assert rows["cutesuper-pdl"][-1] == "SLOWER than a peer"
+    assert rows["cutesuper-pdl"][-1] == "loss"
     assert rows["compile-max"][-1] == "failed: prepare: OSError: a | b"
     assert rows["matmul-alone"][3] == ""  # a part is no peer
     assert list(rows)[-1] == "compile-max"
@@ -75,7 +75,7 @@ def test_printing_works_with_and_without_rich(results, capsys, monkeypatch):
     plain = capsys.readouterr().out
     for text in (with_rich, plain):
         assert "16x4096x4096" in text
-        assert "SLOWER than a peer" in text
+        assert " loss" in text
         assert "commit 0123456789 (modified)" in text
 
 
@@ -195,3 +195,16 @@ def test_markdown_of_a_real_run_has_all_implementations():
     results = measure(writer(right), "eager")
     assert "4x64x32" in report.markdown(results)
     assert len(report.case_rows(results["cases"][0])) == 4
+
+
+def test_a_difference_within_one_per_cent_is_a_tie() -> None:
+    """Noise is neither a win nor a loss, in words, tables and the picture alike."""
+    words = [tables.outcome_of(r) for r in (0.98, 0.9901, 1.0, 1.0099, 1.02)]
+    assert words == ["loss", "tie", "tie", "tie", "win"]
+    ratios = {"a": 2.0, "b": 0.9901, "c": 0.9889, "d": 1.5}
+    assert tables.tally_text(ratios) == (
+        "2 wins, 1 tie (within 1 %), 1 loss; tie: b (0.990x); loss: c (0.989x)"
+    )
+    for name in ("benchmarks", "performance"):
+        text = (Path(report.__file__).parents[1] / "docs" / f"{name}.md").read_text()
+        assert "faster than every" not in text and "faster than all" not in text

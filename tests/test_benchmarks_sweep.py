@@ -266,7 +266,7 @@ def test_several_files_make_one_table(of_models, tmp_path):
     # recordings: two floors, cutesuper, cutesuper-pdl, eager, compile, matmul-alone
     times = "5.00 | 6.00 | 7.00 | 1.00 / 2.00 | 3.00 | 4.00 | 1.67x / 1.25x"
     assert text.count(f"| gate_up | 8 | 64 x 32 | {times} |") == 2
-    assert "faster than every PyTorch column in 8 of 8 cases." in text
+    assert "fastest PyTorch column, in 8 cases: 8 wins, 0 ties (within 1 %), 0 losses." in text
     assert "another day" in text.splitlines()[-3]
     assert "Failures" not in text
 
@@ -279,6 +279,8 @@ def test_losses_and_failures_stand_above_the_tables(of_models):
     other = {e["name"]: e for e in second["implementations"]}
     other["cutesuper"] |= {"time_us": None, "status": "failed", "error": "prepare: no program"}
     text = report.KINDS["layers"].markdown(results)
-    assert "in 2 of 4 cases; slower: Llama-3-8B qkv 8 (0.50x)." in text
+    assert (
+        "in 4 cases: 2 wins, 0 ties (within 1 %), 1 loss; loss: Llama-3-8B qkv 8 (0.500x)." in text
+    )
     assert "* Llama-3-8B o 8, cutesuper: failed: prepare: no program" in text
     assert " | 7.00 | 1.00 / 2.00 | failed | 4.00 | - / 1.25x |" in text

@@ -492,7 +492,7 @@ def test_one_run_fills_the_summary_and_the_details(scripted, tmp_path):
     assert "mix_order_reduction o" in details
     summary = rewritten(tmp_path, path)
     assert (
-        "| RMSNorm | backward | 1 | 1 | 1.67x (1.67 to 1.67) | 2.00x (2.00 to 2.00) | - "
+        "| RMSNorm | backward | 1 | 1 / 0 / 0 | 1.67x (1.67 to 1.67) | 2.00x (2.00 to 2.00) | - "
         "| 2.33x (2.33 to 2.33) | 33 to 33 % |"
     ) in summary
     assert scripted[0].prepare is not None
@@ -511,7 +511,7 @@ def test_host_times_have_a_table_of_their_own(scripted, tmp_path):
     assert "**Softmax**" in text and "**Host time of a call in eager mode**" in text
     assert "| operator | pass | PyTorch eager | torch.compile | Liger | quack | **cute" in text
     assert "| softmax | backward |" in text
-    assert "faster than every other column in 1 of 1 cases" in text
+    assert "fastest other column, in 1 cases: 1 win, 0 ties" in text
     kernels = report.load_results(more)["cases"][0]["implementations"]
     assert all(e["host_us"] is None for e in kernels)
 
@@ -524,9 +524,9 @@ def test_losses_are_told(scripted, tmp_path):
     entries["quack"]["time_us"]["median"] = 1.5
     entries["quack"]["check_before"]["errors"][1] *= 0.9
     text = report.KINDS["training"].markdown(results)
-    assert "slower: RMSNorm, backward 24x40 (0.50x)." in text
+    assert "loss: RMSNorm, backward 24x40 (0.500x)." in text
     assert "in 0 of 1 cases; larger: RMSNorm, backward 24x40 (" in text
-    assert "| RMSNorm | backward | 1 | 0 |" in text
+    assert "| RMSNorm | backward | 1 | 0 / 0 / 1 |" in text
 
 
 @pytest.mark.parametrize(

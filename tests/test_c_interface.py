@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import runpy
 import shutil
 import subprocess
 import textwrap
@@ -171,14 +172,10 @@ int cudaStreamDestroy(cudaStream_t);
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 def test_the_example_in_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exported, built by CMake against a CUDA that launches nothing, and run."""
-    import runpy
-
     fake = build_fake_runtime().cudart_static
     out = tmp_path / "out"
     with fake_runtime():
-        arguments = ["export.py", str(out), "--target", "h200", "--width", "64"]
-        monkeypatch.setattr("sys.argv", arguments)
-        runpy.run_path(str(EXAMPLE / "export.py"), run_name="__main__")
+        _export(monkeypatch, str(out), "--target", "h200", "--width", "64")
     (tmp_path / "FindCUDAToolkit.cmake").write_text(TOOLKIT.format(folder=tmp_path))
     (tmp_path / "cuda_runtime_api.h").write_text(CUDA_HEADER)
     whole = ["-Wl,--whole-archive", str(fake), "-Wl,--no-whole-archive"]
@@ -192,9 +189,44 @@ def test_the_example_in_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(launches) == len(load_steps(out / "mlp.so")) > 0
     failed = subprocess.run([out / "main", out / "parameters.bin", "64", "-1"],
                             capture_output=True, text=True, check=False)  # fmt: skip
-    assert failed.returncode == 1 and "is negative or has more than 31 bits" in failed.stderr
+    assert failed.returncode == 1
+    assert "sizes[0] (rows) is negative or more than 4096" in failed.stderr
+    header = (out / "mlp.h").read_text()
+    assert "sizes[0]  rows, at most 4096" in header and "float16 [rows, 64]" in header
     with pytest.raises(FormatError, match="exported for C: call it as its header says"):
         load(out / "mlp.so")
+
+
+def _export(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Run the script of the example that writes the library."""
+    monkeypatch.setattr("sys.argv", ["export.py", *arguments])
+    runpy.run_path(str(EXAMPLE / "export.py"), run_name="__main__")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+def test_the_example_in_cpp_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exported for this GPU, built by CMake against CUDA, and run on the real driver."""
+    _export(monkeypatch, str(tmp_path))
+    configure = ["cmake", "-S", str(EXAMPLE), "-B", str(tmp_path)]
+    done = subprocess.run(configure, capture_output=True, text=True, check=False)
+    if done.returncode and "CUDAToolkit" in done.stderr:
+        pytest.skip("needs the CUDA toolkit")
+    assert done.returncode == 0, done.stderr
+    _run("cmake", "--build", str(tmp_path))
+    said = _run(str(tmp_path / "main"), str(tmp_path / "parameters.bin"), "1024", "40")
+    assert said.startswith("ran 40 rows with a workspace of ")
+
+
+def test_the_header_says_the_bounds_of_extents() -> None:
+    wiring = Wiring([tensor("x", "n", "m", "k")], [tensor("y", "n", 4)], [], [], [], {}, {},
+                    {"n": (3, 4096), "m": (0, 64), "k": (8, None)})  # fmt: skip
+    made = c_interface("f", wiring, [])
+    for line in ("sizes[0]  n, 3 to 4096", "sizes[1]  m, at most 64", "sizes[2]  k, at least 8"):
+        assert line in made.header
+    for line in ("s[0] < 3 || s[0] > 4096", "s[1] < 0 || s[1] > 64", "s[2] < 8 || s[2] > INT32"):
+        assert line in made.source
+    assert "sizes[0] (n) is less than 3 or more than 4096" in made.source
 
 
 def load_steps(path: Path) -> list[Any]:

@@ -67,7 +67,8 @@ def test_python_parses(page: str) -> None:
     for block in found:
         ast.parse(block.code)
     assert len(re.findall(r"^ *```python", text, re.MULTILINE)) == sum(not b.hidden for b in found)
-    assert len(re.findall(r"<!-- (?:setup|check)", text)) == sum(b.hidden for b in found)
+    assert len(re.findall(r"<!-- check", text)) == sum(b.hidden for b in found)
+    assert "<!-- setup" not in text, "what is copied does not run"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -99,10 +100,10 @@ def test_the_runner_notices_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
         return blocks(str(tmp_path / "page.md"))
 
     first, second, third = page(
-        "<!-- setup\nx = 2\n-->\n\n```python\nprint('a', x, 'c')\n```\n\n```text\na ... c\n```\n"
+        "<!-- check\nx = 3\n-->\n\n```python\nprint('a', x, 'c')\n```\n\n```text\na ... c\n```\n"
         f"\n```python\n{GPU}raise ValueError('on a CPU')\n```\n"
     )
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"x": 2}
     assert first.hidden and not first.run(names)
     assert second.run(names) == "a 2 c\n" and not second.needs_gpu and second.line == 6
     assert second.difference("a 2 c\n") is None

@@ -294,7 +294,8 @@ replaced
      1 x lm_head                                  Linear -> cs.ops.linear_cross_entropy, if a loss alone sees the logits
      1 x config                                   sdpa attention -> cs.ops.attention: training, prompts, decoding
 left as they are
-     1 x model.layers.*.mlp  LlamaMLP -- it does not compute down(activation(gate(x)) * up(x)) with one of silu, gelu, gelu_tanh
+     1 x model.layers.*.mlp  LlamaMLP -- it does not compute down(activation(gate(x)) * up(x)) with one of silu, gelu,
+         gelu_tanh
 calls that run the original
   some call"""  # noqa: E501
     assert str(cs.patch(llama).report()) == expected

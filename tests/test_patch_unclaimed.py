@@ -39,8 +39,20 @@ LEFT: dict[str, tuple[Any, dict[str, tuple[str, ...]]]] = {
     "crossed": (
         lambda: transformers.WhisperModel(transformers.WhisperConfig(
             **HALVES, **IDS, d_model=64, vocab_size=50)),
-        {"keys and values of another": ("decoder.layers.0.encoder_attn",),
+        {"k_proj, v_proj of hidden_states and key": ("decoder.layers.0.encoder_attn",),
          "has no gate": ("encoder.layers.0", "decoder.layers.0")},
+    ),
+    "crossed, by another name": (
+        lambda: transformers.T5Model(transformers.T5Config(
+            d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=4, vocab_size=50, **IDS)),
+        {"k, v of hidden_states and key": ("decoder.block.0.layer.1.EncDecAttention",),
+         "has no gate": ("encoder.block.0.layer.1.DenseReluDense",
+                         "decoder.block.0.layer.2.DenseReluDense")},
+    ),
+    "positions of queries and keys": (
+        lambda: transformers.models.detr.modeling_detr.DetrEncoderLayer(transformers.DetrConfig(
+            **HALVES, d_model=64, use_timm_backbone=False, use_pretrained_backbone=False)),
+        {"v_proj of hidden_states)": ("self_attn",), "has no gate": ("mlp",)},
     ),
     "gated": (
         lambda: transformers.LlamaModel(transformers.LlamaConfig(**SMALL)), {},
@@ -56,7 +68,9 @@ LEFT: dict[str, tuple[Any, dict[str, tuple[str, ...]]]] = {
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_is_named_with_its_reason(name: str) -> None:
     make, expected = LEFT[name]
-    left = cs.patch(make().eval()).report().left
+    report = cs.patch(make().eval()).report()
+    left = report.left
+    assert max(map(len, str(report).splitlines())) <= 120
     for reason, paths in expected.items():
         assert tuple(e.path for e in left if reason in e.why) == paths
     assert len(left) == sum(map(len, expected.values())), left

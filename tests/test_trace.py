@@ -304,7 +304,7 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     line = inspect.getsourcelines(running_sums)[1] + 2
     with pytest.raises(
         TraceError,
-        match=rf"aten.cumprod.default, at .*test_trace.py:{line}: .*not "
+        match=rf"cumprod, at .*test_trace.py:{line}: .*not "
         r'an operator of kernel graphs.*backend="cutesuper"',
     ):
         traced(monkeypatch, running_sums, (X,))
@@ -316,21 +316,21 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     (lambda x: F.bilinear(x, x, randn(4, 32, 32)), r"write it as torch\.einsum"),
     (lambda x: F.ctc_loss(x[:, None], torch.ones(1, 2), torch.tensor([3]), torch.tensor([2])),
      r"the result of aten\._ctc_loss.* depends on data; leave it outside"),
-    (lambda x: F.max_pool1d(x, 2, 1) * 2, r"aten\.max_pool1d.* at .*test_trace\.py"),
+    (lambda x: F.max_pool1d(x, 2, 1) * 2, r"max_pool1d, at .*test_trace\.py"),
     (lambda x: x * x.max().item(), r"a number that is known only at the call \(made of \.item"),
     (lambda x: x.to_sparse() * 2, r"reads a tensor of torch.sparse_coo; make it dense"),
     (lambda x: x.double() * 2, "float64"),
     (lambda x: x.to(torch.int32) + 1, "computes nothing"),
-    (lambda x: x.sum(-1, True).expand(3, 5, 32).softmax(-1), "softmax.int.*repeated elements"),
+    (lambda x: x.sum(-1, True).expand(3, 5, 32).softmax(-1), "softmax, at .*repeated elements"),
     (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=x @ x.mT), "mask tensor"),
     (lambda x: torch.linalg.vector_norm(x, ord=0.5, dim=-1), "an order below 1"),
-    (lambda x: (x * 2).cumprod(-1), "cumprod.default is not an operator"),
+    (lambda x: (x * 2).cumprod(-1), "cumprod is not an operator"),
     (lambda x: x, "computes nothing"),
     (lambda x: x.mul_(2) + 1, r"changes an argument, .*\(x\); return its new value instead"),
     (lambda x: torch.cond(x.sum() > 0, torch.exp, torch.neg, (x,)), r"cond, at .*test_trace.py"),
     (torch.func.grad(lambda y: y.square().sum()), "torch.export cannot trace it"),
     (lambda x: torch.view_as_complex(x.view(3, 5, 16, 2)).abs(),
-     "abs.default, at .*computes complex numbers, of which .* in complex64; write it with"),
+     "abs, at .*computes complex numbers, of which .* in complex64; write it with"),
     (lambda x: torch.view_as_real(torch.view_as_complex(x.view(3, 5, 16, 2)) ** 2.5),
      "computes complex numbers, of which"),
     (lambda x: x.sum().softmax(0), "a tensor of no dimensions"),
@@ -385,7 +385,7 @@ def _doubled(x: Tensor, w: Tensor) -> Tensor:
 
 def test_what_no_kernel_runs_is_named_with_the_line_and_what_helps() -> None:
     inputs = randn(16, 96).bfloat16(), randn(96, 64).bfloat16()
-    where = rf"aten.matmul.default, at .*test_trace\.py:{inspect.getsourcelines(_doubled)[1] + 2}"
+    where = rf"matmul, at .*test_trace\.py:{inspect.getsourcelines(_doubled)[1] + 2}"
     text = rf"superoptimize\(_doubled\): {where}: .* lowered for sm_90a, .*\. Give it rest="
     with pytest.raises(LoweringError, match=text):
         cs.superoptimize(_doubled, inputs, target=replace(cs.B200, arch="sm_120a"))
@@ -509,8 +509,8 @@ def test_largest_elements_and_where_they_are(monkeypatch: pytest.MonkeyPatch) ->
         return y.max(-1), y.min(1).values, y.sort(-1).indices
 
     program = traced(monkeypatch, largest, (X,))
-    assert any("aten.sort" in line for line in program.outside)
-    assert not any("aten.m" in line for line in program.outside)
+    assert any("sort (" in line for line in program.outside)
+    assert not any("max" in line for line in program.outside)
     torch.testing.assert_close(program(X), largest(X))
 
 
@@ -658,12 +658,10 @@ def test_each_region_is_drawn_into_a_file(tmp_path: Path) -> None:
     assert re.search(r": X is a value of test_trace.py:\d+, W is w$", heads[1])
     with pytest.raises(TraceError, match=r"it has 2 regions, .* give it header="):
         program.export(tmp_path / "f.so")
-    with pytest.raises(TraceError, match=r"aten.sort.default \(test_trace.py:\d+\) needs PyTorch"):
+    with pytest.raises(TraceError, match=r"sort \(test_trace.py:\d+\) needs PyTorch"):
         program.export(tmp_path / "f.so", header=tmp_path / "f.h")
     halves = cs.superoptimize(lambda x: (x * 2).chunk(2, -1), (randn(4, 64),), target="h200")
-    with pytest.raises(
-        TraceError, match=r"aten.chunk.default .* makes a part with gaps of a tensor"
-    ):
+    with pytest.raises(TraceError, match=r"chunk .* makes a part with gaps of a tensor"):
         halves.export(tmp_path / "f.so", header=tmp_path / "f.h")
 
 

@@ -56,7 +56,7 @@ def test_losses_of_two_element_types(
 
     if loss in (F.huber_loss, F.soft_margin_loss) and types[0] != torch.float32:
         assert losses(*inputs)[0].dtype == types[0]
-        text = rf"{loss.__name__}.default, at .*: two element types.* Convert the second"
+        text = rf"{loss.__name__}, at .*: two element types.* Convert the second"
         with pytest.raises(TraceError, match=text):
             traced(monkeypatch, losses, inputs)
         return
@@ -151,7 +151,7 @@ def test_attention_that_pytorch_composes_is_one_region(mask: str, length: int) -
 
 
 def test_extents_that_depend_on_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TraceError, match=r"mul.Tensor, at .*depends on data, as torch.nonzero"):
+    with pytest.raises(TraceError, match=r"mul, at .*depends on data, as torch.nonzero"):
         traced(monkeypatch, lambda x: x[x > 0] * 2, (X,))
 
 
@@ -444,5 +444,5 @@ def test_what_computes_no_numbers_is_left_to_pytorch(monkeypatch: pytest.MonkeyP
     check(program, embedded, (ids, table))
     check(program, embedded, (ids.flip(1) + 1, table))
     line = inspect.getsourcelines(embedded)[1] + 2
-    assert f"aten.sum.dim_IntList (test_trace_written.py:{line})" in program.outside
+    assert f"sum (test_trace_written.py:{line})" in program.outside
     assert not any("embedding" in text for text in program.outside)  # rows that kernels take

@@ -73,6 +73,7 @@ class Wiring:
         steps: the launches in order.
         homes: for tensors between kernels that lie in the memory of an earlier one, that one.
         continued: for outputs that rows are put into, by place, the input that they begin as.
+        bounds: of a symbol, the least and the most that it was declared to be; None is no limit.
     """
 
     inputs: Sequence[Mapping[str, Any]]
@@ -82,6 +83,9 @@ class Wiring:
     steps: Sequence[Step]
     homes: Mapping[int, int]
     continued: Mapping[int, int]
+    bounds: Mapping[str, tuple[int, int | None]] = field(
+        default_factory=dict[str, tuple[int, int | None]]
+    )
 
     @property
     def given(self) -> list[Mapping[str, Any]]:
@@ -140,6 +144,10 @@ class _Writer:
         self.given = len(wiring.given)
 
     # ------------------------------------------------------------------------------------ extents
+
+    def bounds(self, symbol: str) -> tuple[int, int | None]:
+        """The least and the most of an extent."""
+        return self.wiring.bounds.get(symbol, (0, None))
 
     def extent(self, e: Extent) -> str:
         """An extent as an expression."""
@@ -203,8 +211,10 @@ class _Writer:
         return "\n".join(f"    {line}" for line in lines)
 
     def _size_checks(self) -> Iterator[str]:
-        for i in range(len(self.symbols)):
-            yield f"if (s[{i}] < 0 || s[{i}] > INT32_MAX) return {_SIZE - i};"
+        for i, symbol in enumerate(self.symbols):
+            least, most = self.bounds(symbol)
+            upper = "INT32_MAX" if most is None else str(most)
+            yield f"if (s[{i}] < {least} || s[{i}] > {upper}) return {_SIZE - i};"
         for place, tensor in enumerate(self.tensors):
             if any(not isinstance(e, int) for e in tensor["shape"]):
                 yield f"if ({self.elements(place)} > {MAX_ELEMENTS}) return {_LARGE - place};"
@@ -274,7 +284,10 @@ class _Writer:
     def _texts(self) -> Iterator[tuple[int, str]]:
         """The errors of a program that have a number."""
         for i, symbol in enumerate(self.symbols):
-            yield _SIZE - i, f"sizes[{i}] ({symbol}) is negative or has more than 31 bits"
+            least, most = self.bounds(symbol)
+            below = f"less than {least}" if least else "negative"
+            above = "has more than 31 bits" if most is None else f"more than {most}"
+            yield _SIZE - i, f"sizes[{i}] ({symbol}) is {below} or {above}"
         for place, tensor in enumerate(self.tensors):
             what = f"tensors[{place}]" if place < self.given else "a tensor between kernels"
             what += f" ({tensor['name']})"
@@ -286,9 +299,17 @@ class _Writer:
                 text = f"{what} does not begin at a multiple of {ALIGNMENT} bytes"
                 yield _ALIGNMENT - place, text
 
+    def _range(self, symbol: str) -> str:
+        """The bounds of an extent in words, if there are any."""
+        least, most = self.bounds(symbol)
+        if most is None:
+            return f", at least {least}" if least else ""
+        return f", {least} to {most}" if least else f", at most {most}"
+
     def header(self) -> str:
         """The declarations."""
-        sizes = [f"sizes[{i}]  {s}" for i, s in enumerate(self.symbols)] or ["none; NULL will do"]
+        sizes = [f"sizes[{i}]  {s}{self._range(s)}" for i, s in enumerate(self.symbols)]
+        sizes = sizes or ["none; NULL will do"]
         tensors = [
             f"tensors[{place}]  {'input ' if place < len(self.wiring.inputs) else 'output'}  "
             f"{t['name']}  {t['dtype']} [{', '.join(map(str, t['shape']))}]"

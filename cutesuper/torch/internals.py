@@ -22,6 +22,8 @@
 * ``SymInt.node.hint``: the size of a symbolic extent in the call that is compiled for; the
   documented ways to read it would add guards.
 * ``SymInt.node.shape_env.guards``: the conditions on symbolic extents that a trace depends on.
+* ``source_name_to_debug_name`` of a ``shape_env``: the names of ``torch.export.Dim``.
+* ``torch_fn`` and ``source_fn_stack`` in ``node.meta``: the function that the user called.
 """
 
 from __future__ import annotations
@@ -292,6 +294,48 @@ def guards_of(graph: fx.Graph) -> list[str]:
     extents = (e for v in values if isinstance(v, torch.Tensor) for e in v.shape)
     symbolic = next((e for e in extents if isinstance(e, torch.SymInt)), None)
     return [] if symbolic is None else [str(g.expr) for g in symbolic.node.shape_env.guards]
+
+
+def extent_names(nodes: Iterable[fx.Node]) -> dict[str, str]:
+    """The user's names of symbolic extents (of ``torch.export.Dim``), by PyTorch's."""
+    extents = (e for n in nodes for e in getattr(n.meta.get("val"), "shape", ()))
+    symbolic = next((e for e in extents if isinstance(e, torch.SymInt)), None)
+    if symbolic is None:
+        return {}
+    env = symbolic.node.shape_env
+    names = getattr(env, "source_name_to_debug_name", {})
+    found: dict[str, str] = {}
+    for symbol, sources in getattr(env, "var_to_sources", {}).items():
+        places = (s.name() if callable(s.name) else s.name for s in sources)
+        found.update((str(symbol), names[place]) for place in places if place in names)
+    return found
+
+
+def bounds_of(values: Any) -> tuple[int, int | None]:
+    """The least and the most of a symbolic extent as declared; 0 and None for none.
+    ``torch.export`` may count from 2 where less is fine."""
+    least, most = int(values.lower), values.upper
+    return least if least > 2 else 0, int(most) if most < 2**31 else None
+
+
+#: how operators without a name are written
+_SIGNS = {"getitem": "x[...]", "setitem": "x[...] = y"}
+
+
+def written(node: fx.Node) -> str:
+    """The function that the user called for a node; its operator's name where that is not known.
+    An operator of another name, as a part of a loss, is named too."""
+    operator = str(node.target)
+    space, _, rest = operator.partition(".")
+    calls = node.meta.get("source_fn_stack") or [node.meta.get("torch_fn") or ("", "")]
+    function = getattr(calls[-1][1], "__name__", calls[-1][1])
+    name = str(function).rpartition(".")[2].strip("_")
+    if not name or space not in ("aten", "prims") or not node.meta.get("stack_trace"):
+        return operator
+    own = rest.partition(".")[0].strip("_")
+    told = _SIGNS.get(name, name)
+    alike = space == "prims" or own == name or own.endswith(f"_{name}") or name == f"i{own}"
+    return told if alike else f"{told} ({operator})"
 
 
 def hint_of(value: Any) -> int | None:

@@ -20,6 +20,7 @@ from torch import fx
 from cutesuper.ir.operators.base import TABLE, Operator
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.aten.graph_builder import CONDITIONS, FLOATS, Builder, Shapes, Unsupported
+from cutesuper.torch.internals import written
 
 Arguments = dict[str, Any]
 
@@ -206,7 +207,7 @@ def unknown(node: fx.Node) -> str:
     """The reason why a node without an entry is in no region, and another way to write it."""
     instead = _INSTEAD.get(str(node.target))
     hint = f"; write it as {instead}" if instead else ""
-    return f"{node.target} is not an operator of kernel graphs{hint}"
+    return f"{written(node)} is not an operator of kernel graphs{hint}"
 
 
 def entry_of(node: fx.Node) -> Entry | None:

@@ -19,8 +19,10 @@ from cutesuper.torch.internals import random_as_in_eager, run_eagerly
 
 def explain(
     model: Callable[..., Any],
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[Any] = (),
     options: Mapping[str, Any] | None = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
 ) -> Report:
     """Report what ``torch.compile(model, backend="cutesuper", options=options)`` does.
 
@@ -33,6 +35,7 @@ def explain(
         model: a module or a function.
         example_inputs: its arguments.
         options: of the backend: `cutesuper.torch.compile.options.BackendOptions`.
+        example_kwargs: its arguments by name.
 
     Returns:
         A report to ``print``: regions that are taken, times where they are known, and why others
@@ -40,7 +43,7 @@ def explain(
 
     Raises:
         OptionError: ``model`` is not a module or function, an option does not exist, or the example
-            inputs are not a list or tuple.
+            inputs are not a list or tuple, or those by name not a dict.
     """
     if not callable(model):
         raise OptionError(
@@ -51,15 +54,21 @@ def explain(
             f"explain(model, {type(example_inputs).__name__}): give it the arguments of the model "
             "as a tuple"
         )
+    if not isinstance(example_kwargs, Mapping | None):
+        raise OptionError(
+            f"explain(model, example_kwargs={type(example_kwargs).__name__}): give it the "
+            "arguments by name as a dict"
+        )
+    named = dict(example_kwargs or {})
     chosen = read_options(options)
     graphs: list[GraphReport] = []
     backend = partial(compile_graph, options=chosen, observe=graphs.append, finish=run_eagerly)
     torch.compiler.reset()
     compiled: Any = torch.compile(getattr(model, "_orig_mod", model), backend=backend)
-    devices = {t.device for t in pytree.tree_leaves(example_inputs)
+    devices = {t.device for t in pytree.tree_leaves((example_inputs, named))
                if isinstance(t, torch.Tensor) and t.is_cuda}  # fmt: skip
     with torch.random.fork_rng(devices), random_as_in_eager():
-        _differentiate(compiled(*example_inputs))
+        _differentiate(compiled(*example_inputs, **named))
     return Report(chosen, tuple(graphs))
 
 

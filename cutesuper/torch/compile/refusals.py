@@ -18,6 +18,7 @@ from cutesuper.pipeline import Options, as_target, bucketed, find
 from cutesuper.targets import Target
 from cutesuper.torch.aten.graph_builder import Unsupported
 from cutesuper.torch.compile.region import Region, convert, source_lines
+from cutesuper.torch.internals import written
 
 E = TypeVar("E", bound=CutesuperError)
 
@@ -44,7 +45,7 @@ def refusal(kind: type[E], name: str, node: fx.Node, reason: str, remedy: str = 
     """
     lines = source_lines(node) or next(filter(None, map(source_lines, node.all_input_nodes)), [])
     where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
-    return kind(f"superoptimize({name}): {node.target}{where}: {reason}. {remedy}")
+    return kind(f"superoptimize({name}): {written(node)}{where}: {reason}. {remedy}")
 
 
 def without_kernel(

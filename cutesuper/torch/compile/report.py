@@ -10,7 +10,7 @@ from typing import Literal
 from torch import fx
 
 from cutesuper.ir.graph_text import aligned
-from cutesuper.report import narrow
+from cutesuper.report import WIDTH, narrow
 from cutesuper.torch.compile.case import Seconds
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import names_read, places
@@ -155,11 +155,21 @@ def _graph_text(number: int, graph: GraphReport) -> str:
     head += f", decided in {graph.seconds:.1f} s"
     groups = list(_groups(graph.regions))
     rows = [_row(g) for g in groups if g.one.verdict.predicted_us is not None]
-    lines = [head, *_whole_text(graph.whole), *(aligned([_HEAD, *rows]) if rows else [])]
-    lines += _reasons(graph.regions)
+    lines = [head, *_whole_text(graph.whole), *(_table([_HEAD, *rows]) if rows else [])]
+    lines += _reasons([r for g in groups if not g.is_told for r in g.regions])
     lines += [line for g in groups if g.one.verdict.taken for line in _kernel_lines(g)]
     lines += [f"  outside, {o.operators} x {o.reason} ({_some(o.where)})" for o in graph.outside]
     return "\n".join(lines)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Aligned rows, none of which is wider than a report.
+    Places that do not fit are cut: the lines below the table have them in full."""
+    most = WIDTH - len(max(aligned([("", *row[1:]) for row in rows]), key=len))
+    cut = [
+        (where if len(where) <= most else where[: most - 3] + "...", *rest) for where, *rest in rows
+    ]
+    return aligned(cut)
 
 
 def _some(where: Sequence[str]) -> str:
@@ -229,6 +239,11 @@ class _Group:
             if ours is not None and theirs is not None:
                 return count * ours, count * theirs
         return ()
+
+    @property
+    def is_told(self) -> bool:
+        """True if its row of the table says why the regions are taken: they are faster."""
+        return self.one.verdict.taken and bool(self.times)
 
     @property
     def seconds(self) -> list[float]:

@@ -19,7 +19,7 @@ from cutesuper.torch.aten.graph_builder import CONDITIONS, FLOATS
 from cutesuper.torch.aten.length_masks import unread
 from cutesuper.torch.aten.table import is_free
 from cutesuper.torch.compile.region import Region, places
-from cutesuper.torch.internals import hint_of
+from cutesuper.torch.internals import hint_of, written
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Left:
     """An operator that PyTorch computes.
 
     Attributes:
-        operator: its name in ``torch.ops``.
+        operator: the function that the user called, or its name in ``torch.ops``.
         place: the user's lines.
         us: microseconds at least, by a roofline: its tensors are read and written once.
         reason: why no kernel computes it; empty for an operator that computes no numbers.
@@ -81,7 +81,7 @@ def left_to_pytorch(
             continue
         if _computes(n) or (n in read and _is_converted(n)):
             reason = "" if is_own(n) else refused.get(n, "")
-            yield Left(str(n.target), places([n]), _us(n, target), reason)
+            yield Left(written(n), places([n]), _us(n, target), reason)
 
 
 def computed(regions: Iterable[Region]) -> set[fx.Node]:

@@ -68,6 +68,7 @@ from cutesuper.torch.internals import (
     guards_of,
     needs_data,
     without_prints,
+    written,
 )
 from cutesuper.torch.ops.rowwise.library import FORMULAS
 
@@ -200,7 +201,7 @@ class _Tracer:
             specs._out_spec,
             arguments,
             names,
-            specs.range_constraints,
+            dict(specs.range_constraints),  # a list where there are none
             any(r.forward_only for r in regions),
         )
 
@@ -490,7 +491,7 @@ def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str])
             if n.target in _DETACHING:
                 lines = source_lines(n)
                 where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
-                return f"it stops gradients ({n.target}{where})"
+                return f"it stops gradients ({written(n)}{where})"
     return ""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from operator import getitem
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -28,6 +28,10 @@ from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.memory import Use, homes
 from cutesuper.runtime.program import Linked, wired, write_programs
 from cutesuper.torch.compile.region import places
+from cutesuper.torch.internals import bounds_of, extent_names, written
+
+if TYPE_CHECKING:
+    from cutesuper.torch.compile.traced_program import Trace
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class _Found:
 class _Reader(fx.Interpreter):
     """An interpreter of the traced program that notes memory and regions."""
 
-    def __init__(self, module: fx.GraphModule, name: str, read: Mapping[str, Any]) -> None:
+    def __init__(self, trace: Trace, name: str, read: Mapping[str, Any]) -> None:
+        module = trace.module
         super().__init__(module)
         self.extra_traceback = False  # errors of ours say where
         self.name = name
@@ -71,6 +76,9 @@ class _Reader(fx.Interpreter):
         self.mode = next(modes, None) or FakeTensorMode()
         self._places: dict[int, int] = {}
         self._kept: list[Any] = []
+        self._names = extent_names(trace.arguments)
+        self.bounds = {self._names.get(str(s), str(s)): bounds_of(r)
+                       for s, r in trace.ranges.items()}  # fmt: skip
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node; every tensor must lie in memory that is known."""
@@ -80,7 +88,7 @@ class _Reader(fx.Interpreter):
             made = n.all_input_nodes[0] if n.target is getitem else n
             view = value.untyped_storage()._cdata in self._places
             why = "makes a part with gaps of a tensor" if view else "needs PyTorch at the call"
-            self._part(value, f"{made.target} ({places([made])}) {why}")
+            self._part(value, f"{written(made)} ({places([made])}) {why}")
         return value
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -164,8 +172,9 @@ class _Reader(fx.Interpreter):
 
     def _symbol(self, e: Any) -> str:
         text = str(e).replace(" ", "")
-        if all(f.isidentifier() or f.isdecimal() for f in text.split("*")):
-            return text
+        factors = [self._names.get(f, f) for f in text.split("*")]
+        if all(f.isidentifier() or f.isdecimal() for f in factors):
+            return "*".join(factors)
         raise self.refusal(f"an extent is {text}, which is no product")
 
     def refusal(self, why: str) -> TraceError:
@@ -178,7 +187,7 @@ class _Reader(fx.Interpreter):
 
 def export_trace(
     name: str,
-    module: fx.GraphModule,
+    trace: Trace,
     read: Mapping[str, tuple[str, torch.Tensor]],
     report: str,
     paths: tuple[str | os.PathLike[str], str | os.PathLike[str]],
@@ -187,7 +196,7 @@ def export_trace(
 
     Args:
         name: of the function, for messages.
-        module: the traced program.
+        trace: the traced program.
         read: by placeholder, the name and the value of a tensor that the function reads.
         report: how it was found.
         paths: of the library and of its header.
@@ -196,15 +205,15 @@ def export_trace(
         TraceError: it needs PyTorch at the call; says for what.
         FormatError, CompileError: as `cutesuper.runtime.program.export_program`.
     """
-    reader = _Reader(module, name, read)
-    made = reader.run(*(None for n in module.graph.nodes if n.op == "placeholder"))
+    reader = _Reader(trace, name, read)
+    made = reader.run(*(None for n in trace.module.graph.nodes if n.op == "placeholder"))
     results = [made] if isinstance(made, torch.Tensor) else list(made)
     outputs = [reader.result(f"result{n}", t) for n, t in enumerate(results)]
     found = reader.found
     artifacts = list(found.artifacts.values())
-    written = [a.request.outputs for a in artifacts]
+    writes = [a.request.outputs for a in artifacts]
     program = {"graph": None, "report": report, "operators": {}}
-    wiring = _joined(found, outputs, written, reader.refusal)
+    wiring = replace(_joined(found, outputs, writes, reader.refusal), bounds=reader.bounds)
     write_programs([Linked(wiring, artifacts, program)], *paths)
 
 

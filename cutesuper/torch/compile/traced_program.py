@@ -256,7 +256,7 @@ class TracedProgram:
         trace, tensors = self._latest, self._latest.read(self._now[0].tensors)
         names = names_of(self._fn, tensors)
         read = {f"read_{i}": pair for i, pair in enumerate(zip(names, tensors, strict=True), 1)}
-        export_trace(self._name, trace.module, read, self.explain(), (path, header))
+        export_trace(self._name, trace, read, self.explain(), (path, header))
 
     # ------------------------------------------------------------------------------------- calling
 

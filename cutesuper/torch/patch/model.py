@@ -134,8 +134,8 @@ def patch(
     kinds = [k for k, wanted in zip(_KINDS, (norms, mlp, qkv), strict=True) if wanted]
     for path, module in list(model.named_modules()):
         kind = next((k for k in kinds if k.is_candidate(module)), None)
-        if kind is projections and projections.is_crossed(model, path):
-            made._entries.append(Entry(path, type(module).__name__, why=projections.CROSSED))
+        if kind is projections and (why := projections.apart(model, path)):
+            made._entries.append(Entry(path, type(module).__name__, why=why))
         elif kind is not None:
             made._entries.append(_replaced(made, kind, path, module))
     if mlp:

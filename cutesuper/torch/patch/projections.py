@@ -7,7 +7,6 @@ each layer computes its own product.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from cutesuper.torch.patch import fused
 from cutesuper.torch.patch.probing import Failed
+from cutesuper.torch.patch.reading import operands
 from cutesuper.torch.patch.replacement import HOW, Replacement, replace
 from cutesuper.torch.patch.usual_calls import version
 
@@ -148,21 +148,28 @@ def is_candidate(module: nn.Module) -> bool:
     return k == v and q % k == 0 and o == layers[0].in_features and layers[3].in_features == q
 
 
-#: why the projections of attention to the states of an encoder are left
-CROSSED = (
-    "queries are made of one tensor, keys and values of another, so that no program makes them "
-    "together"
-)
+def apart(model: nn.Module, path: str) -> str:
+    """The reason why the projections of a candidate are not computed together; empty if they are.
+    The code of the candidate and its owner says that they take different tensors, as in attention
+    to the states of an encoder, or with positions that are added to queries and keys alone."""
+    where, _, name = path.rpartition(".")
+    names = _names(model.get_submodule(path)) if name else ()
+    taken = operands(model.get_submodule(where), name, names) if names else []
+    if len(set(taken)) < 2:
+        return ""
+    told = [
+        f"{', '.join(n for n, t in zip(names, taken, strict=True) if t == kind)} of "
+        f"{' and '.join(sorted(kind)) or 'another'}"
+        for kind in dict.fromkeys(taken)
+    ]
+    return (
+        f"its layers take different tensors ({'; '.join(told)}), and no program makes them together"
+    )
 
 
-def is_crossed(model: nn.Module, path: str) -> bool:
-    """True if a candidate attends to other states than its own.
-    Its owner is called with the states of an encoder, and has another candidate before this one."""
-    owner = model.get_submodule(path.rpartition(".")[0])
-    if "encoder_hidden_states" not in inspect.signature(owner.forward).parameters:
-        return False
-    first = next((m for m in owner.children() if is_candidate(m)), None)
-    return first not in (None, model.get_submodule(path))
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the projections of a candidate."""
+    return tuple(n for n, m in module.named_children() if isinstance(m, nn.Linear))[:3]
 
 
 def find(module: nn.Module) -> Projections:
@@ -171,11 +178,12 @@ def find(module: nn.Module) -> Projections:
     Raises:
         Failed: one of them is more than a product.
     """
-    layers = [(n, m) for n, m in module.named_children() if isinstance(m, nn.Linear)][:3]
-    for name, layer in layers:
+    names = _names(module)
+    for name in names:
+        layer = getattr(module, name)
         if type(layer) is not nn.Linear or "forward" in layer.__dict__:
             raise Failed(f"{name} is more than a linear layer of PyTorch")
-    return Projections(tuple(name for name, _ in layers))
+    return Projections(names)
 
 
 def install(module: nn.Module, how: Projections) -> list[nn.Module]:

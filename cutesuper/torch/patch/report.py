@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from cutesuper.report import narrow
+
 #: kinds of calls that run the original, and why
 refused: dict[Any, str] = {}
 
@@ -58,7 +60,7 @@ class Report:
                 lines += [title, *_rows(entries)]
         if self.refused:
             lines += ["calls that run the original", *(f"  {r}" for r in self.refused)]
-        return "\n".join(lines) or "nothing looks like what can be replaced"
+        return narrow("\n".join(lines)) or "nothing looks like what can be replaced"
 
 
 def _rows(entries: tuple[Entry, ...]) -> list[str]:
