@@ -133,10 +133,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Candidates, best first: distinct structures and sizes."""
+    """Candidates, best first: distinct structures and sizes.
+
+    Attributes:
+        candidates: distinct structures and sizes.
+        statistics: of the search.
+        kept: the place of the candidate that was chosen when the search took place, maybe in
+            another process; None if that is now.
+    """
 
     candidates: tuple[Candidate, ...]
     statistics: Statistics
+    kept: int | None = None
 
 
 Verify = Callable[[MuGraph], bool | Verification]
@@ -648,14 +656,18 @@ def _renamed(program: BlockProgram, names: dict[str, str], through: dict[str, st
 
 
 def _candidate(mugraph: MuGraph, cut: Cut) -> Candidate:
-    lines = [f"{s.name}: {show(s.program)}" for s in mugraph.steps]
     return Candidate(
         mugraph,
         cut.cost,
         tuple(cost for _, way in cut.steps for cost in way.costs),
-        "; ".join(lines),
+        structure(mugraph),
         all(way.lowered for _, way in cut.steps),
     )
+
+
+def structure(mugraph: MuGraph) -> str:
+    """The kernels of a muGraph as text."""
+    return "; ".join(f"{s.name}: {show(s.program)}" for s in mugraph.steps)
 
 
 #: longest expression that is written out again in each place where it is used, in characters
