@@ -163,7 +163,7 @@ def superoptimize(
         CacheError: others can write the folder of compiled kernels; says how to mend that.
     """
     check_graph("superoptimize", graph)
-    check_options(gradients=gradients)
+    check_options(gradients=gradients, on_progress=on_progress)
     options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)
     cache = cache_or_default(cache)
     with progress_bar() as show:
@@ -291,7 +291,8 @@ def mugraphs(
         GraphError, OptionError, DeviceError, SearchError: as for `superoptimize`.
     """
     check_graph("mugraphs", graph)
-    check_options(keep=keep, seed=seed, budget_s=budget_s, executor=executor)
+    check_options(keep=keep, seed=seed, budget_s=budget_s, executor=executor,
+                  on_progress=on_progress)  # fmt: skip
     where, how, verifier = as_target(target), SearchOptions(seed=seed, keep=keep), Verifier(graph)
     about = searches.question(graph, where, how)
     earlier = searches.read(about, graph)

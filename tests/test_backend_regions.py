@@ -505,7 +505,7 @@ def test_what_is_out_of_reach_is_not_compiled(
 
 
 def test_the_folder_of_records_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST", 10)
+    monkeypatch.setattr(kept_records, "MOST", 10)
     kept_records._bound.cache_clear()
     for n in range(9):
         kept_records.write(("question", n), {"answer": n})
