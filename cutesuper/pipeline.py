@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
 
-from cutesuper import store
+from cutesuper import searches, store
 from cutesuper.differentiate import gradient_of
 from cutesuper.errors import (
     CutesuperError,
@@ -32,7 +32,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, lookup
 from cutesuper.ir.unseen import followed
 from cutesuper.progress import progress_bar
-from cutesuper.report import cut_text, kernel_notes, variant_report
+from cutesuper.report import ALTERNATIVES, cut_text, kernel_notes, variant_report
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
@@ -45,7 +45,7 @@ from cutesuper.search.search import (
     SearchResult,
     Statistics,
     search,
-    show,
+    structure,
 )
 from cutesuper.skeletons.planner import KernelPlan, make_plan
 from cutesuper.skeletons.variants import planned
@@ -163,7 +163,7 @@ def superoptimize(
         CacheError: others can write the folder of compiled kernels; says how to mend that.
     """
     check_graph("superoptimize", graph)
-    check_options(gradients=gradients)
+    check_options(gradients=gradients, on_progress=on_progress)
     options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)
     cache = cache_or_default(cache)
     with progress_bar() as show:
@@ -200,7 +200,7 @@ class Prospect:
         self._cache = cache
         self._on_progress = on_progress
         hints = bucketed(graph)
-        found = find(graph.with_hints(hints), options, on_progress)
+        found = find(graph.with_hints(hints), options, on_progress, cache=cache)
         self.cost_us = found[1].candidate.cost_us
         self._found = [(hints, found)]
 
@@ -217,7 +217,9 @@ class Prospect:
         graph = self.graph.with_hints(hints)
         ready = [f for h, f in self._found if h == hints]
         self._found = []  # the other results of the search are large
-        found = ready[0] if ready else find(graph, self.options, self._on_progress)
+        found = ready[0] if ready else find(
+            graph, self.options, self._on_progress, cache=self._cache
+        )
         return compiled(graph, self.options, self._cache, *found)
 
 
@@ -289,18 +291,25 @@ def mugraphs(
         GraphError, OptionError, DeviceError, SearchError: as for `superoptimize`.
     """
     check_graph("mugraphs", graph)
-    check_options(keep=keep, seed=seed, budget_s=budget_s, executor=executor)
-    verifier = Verifier(graph)
+    check_options(keep=keep, seed=seed, budget_s=budget_s, executor=executor,
+                  on_progress=on_progress)  # fmt: skip
+    where, how, verifier = as_target(target), SearchOptions(seed=seed, keep=keep), Verifier(graph)
+    about = searches.question(graph, where, how)
+    earlier = searches.read(about, graph)
+    if earlier and all(verifier.check(c.mugraph, bound=False) for c in earlier.candidates):
+        return earlier
     with progress_bar() as show:
-        return search(
+        result = search(
             graph,
-            as_target(target),
-            options=SearchOptions(seed=seed, keep=keep),
+            where,
+            options=how,
             budget_s=budget_s,
             executor=executor,
             on_progress=on_progress or show,
             verify=lambda mu: verifier.check(mu, bound=False),
         )
+    searches.keep(about, result)
+    return result
 
 
 def check_definition(call: str, graph: KernelGraph) -> None:
@@ -360,13 +369,39 @@ def find(
     options: Options,
     on_progress: Callable[[Progress], None] | None = None,
     most_us: float = inf,
+    cache: KernelCache | None = None,
 ) -> tuple[SearchResult, Choice]:
     """The tuned program for a graph if there is one, else the result of `choose`.
-    It is the input of `compiled`, and can be pickled."""
+    It is the input of `compiled`, and can be pickled. Results are kept in the folder of the cache,
+    and used again by any process."""
     choice = stored_choice(graph, options) if options.tuned else None
     if choice is not None:
         return SearchResult((choice.candidate,), Statistics()), choice
-    return choose(graph, options, on_progress, near=NEAR, most_us=most_us)
+    about = _about(graph, options)
+    earlier = searches.read(about, graph, cache)
+    choice = _runnable(graph, options, earlier)[0] if earlier else None
+    if earlier and choice and len(choice.refused) == earlier.kept:
+        return earlier, choice
+    result, choice = choose(graph, options, on_progress, near=NEAR, most_us=most_us)
+    place = len(choice.refused)
+    shown = result.candidates[: max(place, ALTERNATIVES) + 1]
+    searches.keep(about, replace(result, candidates=shown), place, cache)
+    return result, choice
+
+
+def is_known(graph: KernelGraph, options: Options) -> bool:
+    """True if the result of a search for a graph is kept on disk."""
+    return searches.known(_about(graph, options))
+
+
+def _about(graph: KernelGraph, options: Options) -> searches.Question:
+    return searches.question(graph, options.target, _search_options(options, SearchOptions.keep))
+
+
+def _search_options(options: Options, keep: int) -> SearchOptions:
+    """The options of a search for kernels that a skeleton runs."""
+    launch = options.dependent_launch
+    return SearchOptions(seed=options.seed, keep=keep, lowered=True, dependent_launch=launch)
 
 
 @dataclass(frozen=True)
@@ -393,11 +428,12 @@ def outcome(
     options: Options,
     most_us: float = inf,
     on_progress: Callable[[Progress], None] | None = None,
+    cache: KernelCache | None = None,
 ) -> Outcome:
     """The end of `find` with these arguments."""
     start = time.perf_counter()
     try:
-        found = find(graph, options, on_progress, most_us)
+        found = find(graph, options, on_progress, most_us, cache)
     except CutesuperError as error:
         found = frameless(error)
     return Outcome(found, time.perf_counter() - start)
@@ -408,8 +444,7 @@ def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
     None if no valid one is stored. An invalid one is skipped with a warning."""
     for entry in store.find(graph, options.target.arch, options.dependent_launch):
         mu, target = entry.mugraph, options.target
-        text = "; ".join(f"{s.name}: {show(s.program)}" for s in mu.steps)
-        candidate = Candidate(mu, entry.measured.predicted_us, (), text, True)
+        candidate = Candidate(mu, entry.measured.predicted_us, (), structure(mu), True)
         try:
             tensors = followed(mu)
             plans = tuple(
@@ -422,15 +457,6 @@ def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
             continue
         return Choice(candidate, plans, verification, (), entry)
     return None
-
-
-def chosen(
-    graph: KernelGraph, options: Options, candidate: Candidate
-) -> tuple[SearchResult, Choice]:
-    """A candidate that was chosen before, planned and verified again. Raises CutesuperError."""
-    plans = _plans(candidate, options, options.target)
-    verification = _verify(Verifier(graph), graph, candidate)
-    return SearchResult((candidate,), Statistics()), Choice(candidate, plans, verification, ())
 
 
 def compiled(
@@ -476,12 +502,7 @@ def choose(
     result = search(
         graph,
         target,
-        options=SearchOptions(
-            seed=options.seed,
-            keep=keep,
-            lowered=True,
-            dependent_launch=options.dependent_launch,
-        ),
+        options=_search_options(options, keep),
         budget_s=options.budget_s,
         executor=options.executor,
         on_progress=on_progress,
@@ -490,20 +511,32 @@ def choose(
         near=near,
         most_us=most_us,
     )
+    choice, first = _runnable(graph, options, result, verifier)
+    if choice is not None:
+        return result, choice
+    if near < inf:
+        return choose(graph, options, on_progress, keep)
+    raise _none(first, result, options)
+
+
+def _runnable(
+    graph: KernelGraph, options: Options, result: SearchResult, verifier: Verifier | None = None
+) -> tuple[Choice | None, CutesuperError | None]:
+    """The first candidate that verifies and that a schedule and the lowering can run.
+    The error of the best one that cannot is the second result."""
+    verifier = verifier or Verifier(graph)
     refused: list[str] = []
     first: CutesuperError | None = None
     for candidate in result.candidates:
         try:
-            plans = _plans(candidate, options, target)
+            plans = _plans(candidate, options, options.target)
             verification = _verify(verifier, graph, candidate)
         except (LoweringError, ScheduleError, VerificationError) as error:
             refused.append(f"{candidate.structure}: {error}")
             first = first or frameless(error)
             continue
-        return result, Choice(candidate, plans, verification, tuple(refused))
-    if near < inf:
-        return choose(graph, options, on_progress, keep)
-    raise _none(first, result, options)
+        return Choice(candidate, plans, verification, tuple(refused)), first
+    return None, first
 
 
 def _none(first: CutesuperError | None, result: SearchResult, options: Options) -> CutesuperError:

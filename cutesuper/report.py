@@ -123,7 +123,8 @@ def _search_line(options: Options, result: SearchResult, choice: Choice) -> str:
     if choice.stored:
         return "none, a tuned program"
     s = result.statistics
-    found = f"{s.seconds:.2f} s, {s.programs} programs, {s.verified} verified"
+    earlier = "" if result.kept is None else "kept on disk: "
+    found = f"{earlier}{s.seconds:.2f} s, {s.programs} programs, {s.verified} verified"
     cut = cut_text(options, result)
     return f"{found}; {cut}" if cut else found
 
@@ -168,6 +169,7 @@ def search_text(options: Options, result: SearchResult) -> str:
             f"{s.seconds:.2f} s, peak {s.peak_mb:.0f} MB"
         ),
     ]
+    lines += ["kept on disk from an earlier search"] * (result.kept is not None)
     lines += filter(None, [cut_text(options, result)])
     lines += [f"left out: {count} x {reason}" for reason, count in s.pruned.most_common() if count]
     return "\n".join(lines)

@@ -311,6 +311,13 @@ def _read_mugraph(data: Any, graph: KernelGraph) -> MuGraph:
     if not isinstance(mu, MuGraph):
         raise FormatError("'mugraph' is a kernel graph")
     mu = _named_for(graph, mu)
+    check_border(mu, graph)
+    return mu
+
+
+def check_border(mu: MuGraph, graph: KernelGraph) -> None:
+    """Refuse a muGraph that was read if its inputs or outputs are not those of the program.
+    Raises FormatError."""
     border = ((mu.inputs, graph.inputs), (mu.outputs, graph.outputs))
     for names, indices in border:
         specs = [(mu.tensors[n].shape, mu.tensors[n].dtype) for n in names]
@@ -320,7 +327,6 @@ def _read_mugraph(data: Any, graph: KernelGraph) -> MuGraph:
     constant = {graph.nodes[i].name for i in graph.inputs if graph.nodes[i].constant}
     if constant != {n for n in mu.inputs if mu.tensors[n].constant}:
         raise FormatError("'mugraph' has other constant tensors than the program")
-    return mu
 
 
 def _read_measured(data: Any) -> Measured:

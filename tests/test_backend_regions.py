@@ -32,6 +32,7 @@ from cutesuper import measure, pipeline  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.targets.roofline import baseline  # noqa: E402
+from cutesuper.runtime import records as kept_records  # noqa: E402
 from cutesuper.torch import internals  # noqa: E402
 from cutesuper.torch.compile import (  # noqa: E402
     ahead,
@@ -504,23 +505,23 @@ def test_what_is_out_of_reach_is_not_compiled(
 
 
 def test_the_folder_of_records_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST", 10)
-    records._bound.cache_clear()
+    monkeypatch.setattr(kept_records, "MOST", 10)
+    kept_records._bound.cache_clear()
     for n in range(9):
-        records.write(("question", n), {"answer": n})
+        kept_records.write(("question", n), {"answer": n})
     folder = KernelCache().root / "regions"
     for n, path in enumerate(sorted(folder.iterdir())):
         os.utime(path, (n, n))
-    read = next(n for n in range(9) if records._path(("question", n)) == min(folder.iterdir()))
-    assert records.read(("question", read)) == {"answer": read}, "and so it is the newest"
-    records.write(("question", 9), {"answer": 9})
+    read = next(n for n in range(9) if kept_records.path_of(("question", n)) == min(folder.iterdir()))
+    assert kept_records.read(("question", read)) == {"answer": read}, "and so it is the newest"
+    kept_records.write(("question", 9), {"answer": 9})
     assert len(list(folder.iterdir())) == 10, "a process looks once"
-    records._bound.cache_clear()
-    records.write(("question", 10), {"answer": 10})
+    kept_records._bound.cache_clear()
+    kept_records.write(("question", 10), {"answer": 10})
     assert len(list(folder.iterdir())) == 10
-    assert all(records.read(("question", n)) == {"answer": n} for n in (read, 10))
+    assert all(kept_records.read(("question", n)) == {"answer": n} for n in (read, 10))
     KernelCache().clear()
-    assert records.read(("question", 10)) is None and not folder.exists()
+    assert kept_records.read(("question", 10)) is None and not folder.exists()
 
 
 def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
@@ -563,13 +564,13 @@ def test_modelled(monkeypatch: pytest.MonkeyPatch, gated: Any, tmp_path: Path) -
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of nodes of the graphs that are searched."""
     found: list[int] = []
-    find = pipeline.find
+    choose = pipeline.choose
 
-    def counted(graph: Any, *args: Any) -> Any:
+    def counted(graph: Any, *args: Any, **more: Any) -> Any:
         found.append(len(graph.nodes))
-        return find(graph, *args)
+        return choose(graph, *args, **more)
 
-    monkeypatch.setattr(pipeline, "find", counted)
+    monkeypatch.setattr(pipeline, "choose", counted)
     return found
 
 

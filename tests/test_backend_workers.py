@@ -171,7 +171,7 @@ def test_what_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_of(key_of(g))
     wanted = program.wanted((), cs.H200)
     assert wanted is not None and wanted[0].nodes == program.graph.nodes
-    for name, value in ((region_operator, "added"), (records, "tuned"), (records, "has")):
+    for name, value in ((region_operator, "added"), (records, "tuned"), (pipeline, "is_known")):
         with monkeypatch.context() as patch:
             patch.setattr(name, value, lambda *a: ("something",))
             assert program.wanted((), cs.H200) is None

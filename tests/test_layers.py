@@ -22,7 +22,7 @@ LAYERS = (
     ("skeletons",),
     ("search",),
     ("runtime", "measure"),
-    ("differentiate", "pipeline", "progress", "report", "store"),
+    ("differentiate", "pipeline", "progress", "report", "searches", "store"),
     ("contrib", "given", "tune"),
     ("torch", "torch.internals"),
     ("torch.aten",),

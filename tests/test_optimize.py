@@ -27,6 +27,7 @@ from cutesuper.errors import (
 )
 from cutesuper.ir.block import LOAD, MuGraph
 from cutesuper.pipeline import Options, check_definition, choose, current_target
+from cutesuper.runtime.cache import ROOT_VARIABLE
 from cutesuper.runtime.checks import Signature
 from cutesuper.runtime.kernel import BUCKETS, Kernel, bucket_of
 from tests import zoo
@@ -463,7 +464,8 @@ def test_the_second_time_comes_from_the_cache() -> None:
     assert all(s.artifact.from_cache for s in again.kernels)
 
 
-def test_progress_is_reported() -> None:
+def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))  # no search is kept there
     seen: list[Any] = []
     cs.superoptimize(SMALL["norm_linear"](), target="h200", on_progress=seen.append)
     assert seen and seen[-1].verified > 0 and seen[-1].best_cost_us is not None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -89,6 +89,18 @@ class Region:
     taken: tuple[TakenRows, ...] = ()
     put: tuple[PutRows, ...] = ()
     parts: tuple[tuple[str, PartOf], ...] = ()
+
+    def __hash__(self) -> int:
+        """Hash of all fields, made once: searches look for a region many times."""
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash(tuple(self.__dict__[f.name] for f in fields(self)))
+            object.__setattr__(self, "_hash", known)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields; hashes of texts are others in another process."""
+        return {k: v for k, v in self.__dict__.items() if k != "_hash"}
 
     @property
     def precisions(self) -> tuple[str, ...]:

@@ -112,6 +112,7 @@ class Flat:
         self.last_resort = copy_all or last_resort
         self.views: list[View] = []
         self.copies: set[int] = set()
+        self._dtypes: dict[int, DType] = {}
         for i, n in enumerate(graph.nodes):
             view = View(i, tuple(range(len(n.shape))))
             if n.facets.permutes:
@@ -197,6 +198,20 @@ class Flat:
 
     def operands(self, i: int) -> tuple[View, ...]:
         """Operands of a node as views."""
+        return self._operands[i]
+
+    @cached_property
+    def _operands(self) -> list[tuple[View, ...]]:
+        return [self._operands_of(i) for i in range(len(self.graph.nodes))]
+
+    @cached_property
+    def attributes(self) -> list[Items]:
+        """The attributes of all nodes; none of what only moves elements."""
+        moves = (i in self.copies or n.facets.puts for i, n in enumerate(self.graph.nodes))
+        nodes = zip(self.graph.nodes, moves, strict=True)
+        return [Items({} if moved else n.attributes) for n, moved in nodes]
+
+    def _operands_of(self, i: int) -> tuple[View, ...]:
         if i in self.copies:
             return (self._transposed(i),)
         if self.graph.nodes[i].facets.puts:  # what the rows go into is not read
@@ -254,10 +269,13 @@ class Flat:
 
     def fresh(self, name: str) -> str:
         """The name, changed if an input has it already."""
-        taken = {self.graph.nodes[i].name for i in self.graph.inputs}
-        while name in taken:
+        while name in self._input_names:
             name += "_"
         return name
+
+    @cached_property
+    def _input_names(self) -> frozenset[str]:
+        return frozenset(self.graph.nodes[i].name for i in self.graph.inputs)
 
     def _output(self, value: int) -> int | None:
         """Index of the output that stores a value in the order of its own dimensions."""
@@ -283,6 +301,11 @@ class Flat:
         """Element type of a stored value: the graph's type.
         Between two kernels float32 for statistics and for values that float16 cannot hold, and for
         a maximum that is compared with its elements their type."""
+        if value not in self._dtypes:
+            self._dtypes[value] = self._dtype(value)
+        return self._dtypes[value]
+
+    def _dtype(self, value: int) -> DType:
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
@@ -450,9 +473,8 @@ class _SegmentBuilder:
     def _op(self, i: int) -> RegionOp:
         node = self.flat.graph.nodes[i]
         operands = tuple(View(self.index[v.value], v.order) for v in self.flat.operands(i))
-        moves = i in self.flat.copies or node.facets.puts
         shape = self.flat.graph.nodes[node.inputs[-1]].shape if node.facets.puts else node.shape
-        return RegionOp(node.operator, operands, Items({} if moves else node.attributes), shape)
+        return RegionOp(node.operator, operands, self.flat.attributes[i], shape)
 
     def _stored(self) -> Iterable[tuple[View, str, DType]]:
         """Values that must outlive the kernel: outputs, and values with users elsewhere."""

@@ -133,10 +133,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Candidates, best first: distinct structures and sizes."""
+    """Candidates, best first: distinct structures and sizes.
+
+    Attributes:
+        candidates: distinct structures and sizes.
+        statistics: of the search.
+        kept: the place of the candidate that was chosen when the search took place, maybe in
+            another process; None if that is now.
+    """
 
     candidates: tuple[Candidate, ...]
     statistics: Statistics
+    kept: int | None = None
 
 
 Verify = Callable[[MuGraph], bool | Verification]
@@ -224,6 +232,10 @@ class _Search:
         self._verdicts: dict[tuple[object, ...], bool | Verification] = {}
         self._parts = (0, 0)
         self._unchained = False
+        #: the regions of `_wanted` that are no single pieces and between no waists; False for those
+        #: that are worth it all the same
+        self._doubtful: dict[Region, bool] = {}
+        self._asks_why = False  # regions that only tell which operator has no kernel count, too
 
     def run(self) -> SearchResult:
         candidates: list[Candidate] = []
@@ -281,23 +293,34 @@ class _Search:
         plain = self._flat(self.graph)
         if self.options.lowered:
             self._check_target(plain)
-        found: list[tuple[Flat, Cut]] = []
-        error: SearchError | LoweringError | None = None
-        for flat in self._variants(plain):
-            if found and flat.last_resort:
-                break  # only where nothing else is possible
-            segments = Segments(flat)
-            try:
-                self._gather(segments)
-                found += [(flat, cut) for cut in cuts(segments, self._ways, keep)]
-            except (SearchError, LoweringError) as e:
-                error = frameless(e) if isinstance(e, TooDear) else error or frameless(e)
+        tried: list[Segments] = []
+        found, error = self._cuts_of(map(Segments, self._variants(plain)), keep, tried)
+        if not found and not isinstance(error, TooDear):
+            self._asks_why = True
+            found, error = self._cuts_of(tried, keep, [])
         if not found:
             if self._interrupt is not None:
                 raise self._interrupt
             assert error is not None
             raise self._out_of_budget() or error
         return preferred(found, keep)
+
+    def _cuts_of(
+        self, variants: Iterable[Segments], keep: int, tried: list[Segments]
+    ) -> tuple[list[tuple[Flat, Cut]], SearchError | LoweringError | None]:
+        """The cuts of variants, and the reason why one has none. What was tried is added up."""
+        found: list[tuple[Flat, Cut]] = []
+        error: SearchError | LoweringError | None = None
+        for segments in variants:
+            if found and segments.flat.last_resort:
+                break  # only where nothing else is possible
+            tried.append(segments)
+            try:
+                self._gather(segments)
+                found += [(segments.flat, cut) for cut in cuts(segments, self._ways, keep)]
+            except (SearchError, LoweringError) as e:
+                error = frameless(e) if isinstance(e, TooDear) else error or frameless(e)
+        return found, error
 
     def _variants(self, plain: Flat) -> Iterator[Flat]:
         yield plain
@@ -349,26 +372,31 @@ class _Search:
         # also where all are searched: a good program is found early, or that there is none
         wanted = self._wanted(segments)
         if self._narrow(segments, wanted) and self.near == inf:
-            self._look_at(wanted)
+            self._look_at({r: o for r, o in wanted.items() if not self._is_left_out(r)})
 
     def _narrow(self, segments: Segments, wanted: dict[Region, SearchOptions]) -> bool:
         """Search the regions that the cheapest program may consist of, and programs near to it.
-        If there is none, those that tell which operator has no kernel. Return True if there may be
-        one."""
+        If there is none and that is all that is left to say, those that tell which operator has no
+        kernel. Return True if there may be one."""
         near = TOGETHER if self.near == inf else self.near
         bounds = Bounds(segments, {r: least_us(r, self.target) for r in wanted})
         todo, rough = list(wanted), set(wanted)  # of the latter a tighter bound is not known yet
         while todo and self._interrupt is None and self._left() > 0:
             for region in todo:
                 found = self._found.get((region, wanted[region].lowered))
-                if found is not None:
+                if found is not None and not self._is_left_out(region):
                     bounds.learn(region, found.ways[0].total if found.ways else inf)
             if self.most_us < bounds.least < inf:
                 raise TooDear(bounds.least, self.most_us)
+            if bounds.least == inf and not self._asks_why:
+                return False
             todo = bounds.below(TOGETHER) or bounds.below(near)
             if loose := rough.intersection(todo):
                 for region in loose:
-                    self._tighten(bounds, region, wanted[region])
+                    if self._is_left_out(region):
+                        bounds.learn(region, inf)
+                    else:
+                        self._tighten(bounds, region, wanted[region])
                 rough -= loose
                 continue
             # products first: they take milliseconds, rows up to 2 s, and their bounds say less
@@ -398,19 +426,34 @@ class _Search:
         self, segments: Segments, longest: int = MAX_SEGMENT
     ) -> dict[Region, SearchOptions]:
         """The regions of up to this many pieces that are worth searching, with their options.
-        As far as the budget reaches; single pieces always are, so that there is a way."""
+        As far as the budget reaches; single pieces always are, so that there is a way. Some are
+        not, after all: see `_is_left_out`."""
         wanted: dict[Region, SearchOptions] = {}
+        self._doubtful = {}
         for segment, length, at_waists in segments.all(longest):
             if self._left() <= 0:
                 self.statistics.complete = False
                 break
-            if at_waists or (self.options.lowered and not in_a_chain(segment.region, self.target)):
+            if at_waists or (self.options.lowered and length == 1):
                 wanted[segment.region] = self.options
+                self._doubtful[segment.region] = False
+            elif self.options.lowered:
+                wanted.setdefault(segment.region, self.options)
+                self._doubtful.setdefault(segment.region, True)
             elif length == 1:
                 simple = needs_positions(segment.region) is None
                 options = replace(self.options, lowered=True) if simple else self.options
                 wanted.setdefault(segment.region, options)
         return wanted
+
+    def _is_left_out(self, region: Region) -> bool:
+        """True for chained products between no waists.
+        To find out takes as long as all else that `_wanted` does, so it waits until a bound says
+        that the region may be in a cheap program."""
+        if self._doubtful.get(region, False):
+            self._doubtful[region] = in_a_chain(region, self.target)
+            return self._doubtful[region]
+        return False
 
     def _runs(self, region: Region) -> bool:
         """True if a kernel was found for a region."""
@@ -648,14 +691,18 @@ def _renamed(program: BlockProgram, names: dict[str, str], through: dict[str, st
 
 
 def _candidate(mugraph: MuGraph, cut: Cut) -> Candidate:
-    lines = [f"{s.name}: {show(s.program)}" for s in mugraph.steps]
     return Candidate(
         mugraph,
         cut.cost,
         tuple(cost for _, way in cut.steps for cost in way.costs),
-        "; ".join(lines),
+        structure(mugraph),
         all(way.lowered for _, way in cut.steps),
     )
+
+
+def structure(mugraph: MuGraph) -> str:
+    """The kernels of a muGraph as text."""
+    return "; ".join(f"{s.name}: {show(s.program)}" for s in mugraph.steps)
 
 
 #: longest expression that is written out again in each place where it is used, in characters

@@ -122,17 +122,12 @@ class Program:
         self._defined.check()
         graph = self._hinted(bucket)
         options = self._options(target)
-        known = records.found(graph, options)
-        if known is not None:
-            return known
         outcome = self._brought.pop((bucket, target.name, most_us), None)
         if outcome is None:
             with progress_bar() as show:
                 outcome = pipeline.outcome(graph, options, most_us, show)
         self.searched_s += outcome.seconds
-        found = outcome.result()
-        records.keep(graph, options, found[1])
-        return found
+        return outcome.result()
 
     def wanted(
         self, extents: Extents, target: Target
@@ -143,7 +138,7 @@ class Program:
         bucket = self._bucket(extents)
         graph, options = self._hinted(bucket), self._options(target)
         here = (bucket, target.name) in self._found or added(names_of(graph))
-        if here or records.has(graph, options) or records.tuned(graph, options):
+        if here or pipeline.is_known(graph, options) or records.tuned(graph, options):
             return None
         return graph, options
 
