@@ -248,7 +248,7 @@ class Attention(_Attention):
 def _counted(node: fx.Node) -> bool:
     """True if integers limit the keys of sequences."""
     limits = lengths_of(node)
-    return limits is not None and (limits.node is not None or limits.first is not None)
+    return limits is not None and limits.counted
 
 
 def _keeps_sums(node: fx.Node) -> bool:

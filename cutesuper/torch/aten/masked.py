@@ -114,6 +114,8 @@ def hiding(
     if limits.node is not None:
         own = b.one(node, sequences)
         ends = b.lengths(limits.node, (own,), limits.offset, limits.most)
+    elif limits.number is not None:
+        ends = b.filled((b.one(node, sequences),), limits.number)
     if first is not None:
         own = b.one(node, sequences)
         starts = (
