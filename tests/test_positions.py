@@ -67,7 +67,7 @@ MASKS: dict[str, Mask] = {
     "a count and a position": lambda q, p: (_keys(p) <= (torch.arange(1) + p[:, None]))[
         :, None, None],
     "a difference": lambda q, p: (p[:, None] - _keys(p) >= 0)[:, None, None],
-    "a turned difference": lambda q, p: (1 > -(p[:, None] - _keys(p)))[:, None, None],
+    "a turned difference": lambda q, p: (-(p[:, None] - _keys(p)) < 1)[:, None, None],
 }  # fmt: skip
 
 
@@ -176,7 +176,7 @@ WINDOWS: dict[str, tuple[Mask, int, list[str]]] = {
     "both sides at once": (lambda q, p: (torch.arange(9)[:, None] - _keys(p)).abs() <= 2, 9,
                            ["length", "limit"]),
     "not both sides": (lambda q, p: torch.where(
-        2 < (_keys(p) - torch.arange(9)[:, None]).abs(), -torch.inf, 0.0).to(q.dtype), 9,
+        (_keys(p) - torch.arange(9)[:, None]).abs() > 2, -torch.inf, 0.0).to(q.dtype), 9,
         ["length", "limit"]),
     "the lowest number": (lambda q, p: torch.where(
         _window(p, _from(p, 5), 4), 0.0, torch.finfo(torch.float32).min), 5, ["length", "limit"]),

@@ -30,13 +30,16 @@ class TracedRegion:
     reads: tuple[str, ...] = ()
 
 
-def trace_text(name: str, regions: Sequence[TracedRegion], outside: Sequence[Left]) -> str:
+def trace_text(
+    name: str, regions: Sequence[TracedRegion], outside: Sequence[Left], once: Sequence[Left]
+) -> str:
     """The report of a traced program.
 
     Args:
         name: of the function.
         regions: what kernels compute.
         outside: what PyTorch computes.
+        once: what it has computed once.
     """
     rest = sum(n.us for n in outside)
     ours = sum(r.kernel.predicted_us for r in regions)
@@ -47,6 +50,12 @@ def trace_text(name: str, regions: Sequence[TracedRegion], outside: Sequence[Lef
     parts = ["\n".join([head, *totals])]
     if outside:
         parts.append("\n".join(left_text(outside)))
+    if once:
+        lines = ", ".join(dict.fromkeys(n.place for n in once if n.place))
+        parts.append(
+            f"{len(once)} operator(s) depend on no input; what they make was computed when it was "
+            f"traced, and is kept ({lines or 'no source'})"
+        )
     parts += [f"{_region_head(i, r)}\n{r.kernel.explain()}" for i, r in enumerate(regions)]
     return narrow("\n\n".join(parts))
 
