@@ -118,5 +118,5 @@ def _computed(module: fx.GraphModule, nodes: Collection[fx.Node]) -> dict[fx.Nod
             values[n] = target(*args, **kwargs)
     tensors = (t for t in values.values() if isinstance(t, torch.Tensor))
     for device in {t.device for t in tensors if t.device.type in KERNEL_DEVICES}:
-        torch.cuda.current_stream(device).synchronize()
+        torch.cuda.synchronize(device)
     return values
