@@ -55,6 +55,7 @@ class Lengths:
         causal: whether the last query sees these keys, and each one before it one less; without a
             node, whether the first query sees one key, and each one behind it one more.
         number: of keys in the place of ``node + offset``, the same for all sequences.
+        beyond: whether the number is larger than that of keys, which a length is not.
         first: the first key that is seen, where others are in front of it.
         given: conditions that a key has to meet besides.
         added: a mask that is added to the scores; where it is -inf a key is not seen.
@@ -65,6 +66,7 @@ class Lengths:
     most: int
     causal: bool = False
     number: int | None = None
+    beyond: bool = False
     first: First | None = None
     given: tuple[Given, ...] = ()
     added: fx.Node | None = None
@@ -239,7 +241,8 @@ def _lengths(limits: Sequence[Limit], queries: Any, keys: Any) -> Lengths | None
     if n.node is None:
         # of the first query one key: that is what causal means by itself
         number = None if n.known == 1 else n.offset + last
-        return Lengths(None, 0, 0, n.counts or n.known == 1, number)
+        beyond = number is not None and number > int(keys)
+        return Lengths(None, 0, 0, n.counts or n.known == 1, number, beyond)
     return Lengths(n.node, n.offset + last, int(keys) + last, n.counts)
 
 
