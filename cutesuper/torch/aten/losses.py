@@ -30,8 +30,10 @@ _OF_ROWS, _MEAN = 0, 1
 _sum = each(lambda g, t, dim: g.sum(t, dim))
 
 
-def is_of_rows(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> bool:
+def is_of_rows(x: Any, target: Any, weight: Any) -> bool:
     """True for a loss of rows of several classes that count alike, by labels that kernels read."""
+    if not isinstance(x, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return False
     rows = x.dim() == 2 and target.dim() == 1 and weight is None
     if not rows or x.dtype not in FLOATS or target.dtype not in INDICES:
         return False
@@ -45,8 +47,7 @@ class NegativeLogLikelihood(Entry):
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
         x, target = (getattr(a[n], "meta", {}).get("val") for n in ("self", "target"))
-        tensors = isinstance(x, torch.Tensor) and isinstance(target, torch.Tensor)
-        return tensors and is_of_rows(x, target, a["weight"]) and not reads_places(node)
+        return is_of_rows(x, target, a["weight"]) and not reads_places(node)
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         x, target = s.of(a["self"]), s.of(a["target"])

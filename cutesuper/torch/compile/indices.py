@@ -12,9 +12,7 @@ import torch
 from cutesuper.errors import RangeError
 
 
-def _within(
-    index: torch.Tensor, first: int, end: int, other: int | None = None
-) -> torch.Tensor:
+def _within(index: torch.Tensor, first: int, end: int, other: int | None = None) -> torch.Tensor:
     wrong = index[(index < first) | (index >= end)]
     wrong = wrong if other is None else wrong[wrong != other]
     if wrong.numel():
@@ -27,7 +25,8 @@ def _within(
 
 _library = torch.library.Library("cutesuper", "FRAGMENT")
 _library.define(
-    "within(Tensor index, int first, int end, int? other=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    "within(Tensor index, int first, int end, int? other=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.impl("within", _within, "CPU")
 torch.library.register_fake(
