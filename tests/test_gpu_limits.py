@@ -138,3 +138,29 @@ def test_windows_over_pages() -> None:
         cache[table.flatten().long()] = t.transpose(1, 2).reshape(32, 64, 2, 64)
     found = cs.ops.attention(q, keys, values, page_table=table, **options)
     assert (found - cs.ops.attention(q, k, v, **options)).abs().max() < 1e-2
+
+
+#: masks of query - key, as a function writes them, for 96 queries
+APART: dict[str, Any] = {
+    "causal": lambda d: d >= 0,
+    "a window": lambda d: (d >= 0) & (d < 20),
+    "both sides": lambda d: d.abs() < 20,
+    "all but the last": lambda d: d > -30,
+}
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("name", APART)
+def test_masks_written_with_differences(name: str) -> None:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        n = torch.arange(q.shape[2], device=q.device)
+        mask = APART[name](n[:, None] - n)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    given = [torch.randn(1, 2, 96, 32, device="cuda").bfloat16() for _ in range(3)]
+    program = cs.superoptimize(fn, given)
+    assert program.outside == ()
+    report = acceptable(
+        program(*given), fn(*(t.double() for t in given)), fn(*given), torch.bfloat16
+    )
+    assert report, report.message

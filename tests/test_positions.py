@@ -66,6 +66,8 @@ MASKS: dict[str, Mask] = {
     "either hidden": lambda q, p: ~((_keys(p) > p[:, None]) | (_keys(p) < -1))[:, None, None],
     "a count and a position": lambda q, p: (_keys(p) <= (torch.arange(1) + p[:, None]))[
         :, None, None],
+    "a difference": lambda q, p: (p[:, None] - _keys(p) >= 0)[:, None, None],
+    "a turned difference": lambda q, p: (-(p[:, None] - _keys(p)) < 1)[:, None, None],
 }  # fmt: skip
 
 
@@ -124,6 +126,10 @@ OF_ALL: dict[str, tuple[Mask, int, bool]] = {
     "behind a cache": (lambda q, p: (_keys(p) + 0 <= _from(p, 1)[:, None])[None, None], 1, True),
     "several queries": (lambda q, p: (_keys(p) <= _from(p, 5)[:, None])[None, None], 5, True),
     "only queries": (lambda q, p: _keys(p) <= torch.arange(5)[:, None], 5, False),
+    "a difference": (lambda q, p: torch.arange(5)[:, None] - _keys(p) >= 0, 5, False),
+    "a difference of the last queries": (
+        lambda q, p: torch.arange(S - 5, S)[:, None] - _keys(p) >= 0, 5, True),
+    "a cache and a difference": (lambda q, p: _from(p, 5)[:, None] - _keys(p) >= 0, 5, True),
     "a window of all keys": (
         lambda q, p: (_keys(p) <= torch.arange(5)[:, None])
         & (_keys(p) > torch.arange(5)[:, None] - S), 5, False),
@@ -150,11 +156,28 @@ def _window(p: Tensor, rows: Tensor, width: int) -> Tensor:
     return (_keys(p) <= rows[..., None]) & (_keys(p) > rows[..., None] - width)
 
 
+def _apart(p: Tensor, rows: Tensor, first: int, end: int) -> Tensor:
+    """Keys by how far they are in front of each row's place."""
+    d = rows[..., None] - _keys(p)
+    return (d >= first) & (d < end)
+
+
 #: masks that hide keys in front of one
 WINDOWS: dict[str, tuple[Mask, int, list[str]]] = {
     "a step": (lambda q, p: _window(p, p, 4)[:, None, None], 1, ["length", "limit"]),
     "behind a cache": (lambda q, p: _window(p, _from(p, 5), 4), 5, ["length", "limit"]),
     "a prompt": (lambda q, p: _window(p, torch.arange(9), 3), 9, ["causal", "limit"]),
+    "a difference": (lambda q, p: _apart(p, torch.arange(9), 0, 3), 9, ["causal", "limit"]),
+    "a difference of a step": (
+        lambda q, p: _apart(p, p, 0, 4)[:, None, None], 1, ["length", "limit"]),
+    "a difference behind a cache": (
+        lambda q, p: _apart(p, _from(p, 5), 0, 4), 5, ["length", "limit"]),
+    "both sides": (lambda q, p: _apart(p, torch.arange(9), -2, 3), 9, ["length", "limit"]),
+    "both sides at once": (lambda q, p: (torch.arange(9)[:, None] - _keys(p)).abs() <= 2, 9,
+                           ["length", "limit"]),
+    "not both sides": (lambda q, p: torch.where(
+        (_keys(p) - torch.arange(9)[:, None]).abs() > 2, -torch.inf, 0.0).to(q.dtype), 9,
+        ["length", "limit"]),
     "the lowest number": (lambda q, p: torch.where(
         _window(p, _from(p, 5), 4), 0.0, torch.finfo(torch.float32).min), 5, ["length", "limit"]),
     "what is behind": (lambda q, p: (_keys(p) >= p[:, None])[:, None, None], 1, ["limit"]),
@@ -393,6 +416,11 @@ OTHERS: dict[str, tuple[Mask, int]] = {
         (_keys(p) >= p[:, None]) & (_keys(p) >= p[:1, None] - 3))[:, None, None], 1),
     "the lowest number in front": (lambda q, p: torch.where(
         _keys(p) >= _from(p, 1)[:, None], 0.0, torch.finfo(torch.float32).min).to(q.dtype), 1),
+    "lengths that are differences": (
+        lambda q, p: (_keys(p) < (S - p)[:, None])[:, None, None], 1),
+    "far away": (lambda q, p: (torch.arange(3)[:, None] - _keys(p)).abs() >= 2, 3),
+    "the parity of a difference": (
+        lambda q, p: (torch.arange(3)[:, None] - _keys(p)) % 2 == 0, 3),
     "every second key": (lambda q, p: (torch.arange(0, 2 * S, 2) <= p[:, None])[:, None, None], 1),
     "heads at positions": (lambda q, p: (_keys(p) <= p[:, None])[None, :, None], 1),
     "positions that differ for heads": (

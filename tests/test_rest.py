@@ -13,6 +13,7 @@ from torch import nn
 import cutesuper as cs
 from cutesuper.errors import LoweringError, OptionError, TraceError
 from cutesuper.targets import find_target
+from cutesuper.targets.roofline import baseline
 from cutesuper.torch.compile import trace
 from cutesuper.torch.compile.trace import superoptimize_callable
 from tests.tracing import Reference, check, randn, traced
@@ -81,7 +82,16 @@ def test_parts_without_a_kernel_are_pytorchs(monkeypatch: pytest.MonkeyPatch) ->
     variant = SimpleNamespace(verification=bound, cut="cut short by Ctrl-C")
     monkeypatch.setattr(Reference, "variant", variant, raising=False)
     lines = program.explain().splitlines()
-    assert lines[0].endswith("2 region(s), 2.50 us predicted, and 1.50 us at least of PyTorch's")
+    head = " ".join(line.strip() for line in lines[: lines.index("  kernels   2")])
+    assert head.endswith(
+        "2 region(s), 4.00 us predicted, of which 1.50 us at least are PyTorch's operators"
+    )
+    [others] = [line for line in lines if line.startswith("  others")]
+    assert "with the same operators of PyTorch" in others
+    us = float(others.split("Inductor ")[1].split(" us")[0])
+    one = baseline(program.regions[0].kernel.graph, find_target("h200")).us
+    two = baseline(program.regions[1].kernel.graph, find_target("h200")).us
+    assert us == pytest.approx(one + two + 1.5, abs=0.06)
     totals = lines[lines.index("  kernels   2") :]
     assert totals[2].endswith("2 of 2 region(s) verified over finite fields, 2 of them wrong with "
                               "less than 2^-71")  # fmt: skip
@@ -90,6 +100,20 @@ def test_parts_without_a_kernel_are_pytorchs(monkeypatch: pytest.MonkeyPatch) ->
     assert any(line.startswith("PyTorch computes 1 operator(s), 1.5 us") for line in totals[7:9])
     assert any(line.endswith(": X is x") for line in totals)
     assert any("1 x linear: no products today (test_rest.py:" in n for n in lines)
+
+
+def test_one_region_is_compared_with_what_is_left_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced(monkeypatch, lambda x: x.exp().sort().values, (X,), rest="torch")
+    region = program.regions[0].kernel
+    facts = {"explain": lambda self: "", "predicted_us": 2.0, "kernels": ["k0"],
+             "target": find_target("h200"),
+             "variant": SimpleNamespace(verification=None, cut="")}  # fmt: skip
+    for name, value in facts.items():
+        monkeypatch.setattr(Reference, name, value, raising=False)
+    rest = sum(n.us for n in program._latest.outside)
+    text = program.explain()
+    assert f"{2 + rest:.2f} us predicted" in text
+    assert f"Inductor {baseline(region.graph, region.target).us + rest:.2f} us" in text
 
 
 def test_buffers_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:

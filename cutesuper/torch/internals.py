@@ -10,7 +10,8 @@
   compiles, calls of regions included, and stays on.
 * ``CheckpointPolicy`` in ``node.meta["recompute"]``, as activation checkpointing leaves it: what
   the backward graph computes again.
-* ``torch._inductor.decomposition``: decompositions of operators that ``torch.export`` leaves whole.
+* ``torch._inductor.decomposition``: decompositions of operators that ``torch.export`` leaves whole;
+  ``torch._decomp``: that of one operator.
 * ``torch.autograd.Function.apply`` is replaced while a function is traced: ``torch.export`` looks
   through it, and its graph does not show that the function had a formula of its own.
 * ``torch.export._trace``: of a function that it cannot trace it prints the graph that there is.
@@ -188,6 +189,13 @@ def decompositions(known: Callable[[object], bool]) -> Any:
     for op in [op for op in table if known(op) or _draws(op)]:
         table.pop(op)
     return table
+
+
+def decomposition(op: Any) -> Callable[..., Any]:
+    """PyTorch's own decomposition of an operator."""
+    from torch._decomp import get_decompositions
+
+    return get_decompositions([op])[op]
 
 
 def _draws(op: Any) -> bool:

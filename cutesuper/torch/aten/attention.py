@@ -160,7 +160,7 @@ class _Attention(Entry):
         """Attention in the graph of its operands."""
         query, key, value = sides
         g, scale = query.graph, _scale(node, a)
-        if hides is not None and (hides.starts is not None or hides.beside):
+        if hides is not None and not hides.are_lengths:
             scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
             scores = hides(g.mul(g.matmul(query, g.transpose(key)), scale))
             return g.matmul(g.softmax(scores), value)
@@ -248,7 +248,7 @@ class Attention(_Attention):
 def _counted(node: fx.Node) -> bool:
     """True if integers limit the keys of sequences."""
     limits = lengths_of(node)
-    return limits is not None and (limits.node is not None or limits.first is not None)
+    return limits is not None and limits.counted
 
 
 def _keeps_sums(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from cutesuper.ir.graph import Tensor
 from cutesuper.torch.aten.factored_dims import leaves, unify
 from cutesuper.torch.aten.graph_builder import (
     FLOATS,
@@ -22,6 +23,7 @@ from cutesuper.torch.aten.graph_builder import (
     Slots,
     Unsupported,
     Value,
+    Within,
     equal,
     fake,
     memory_order,
@@ -29,7 +31,7 @@ from cutesuper.torch.aten.graph_builder import (
 from cutesuper.torch.aten.table import Arguments, Entry, enter, records
 
 #: types of indices that kernels read
-_INDICES = (torch.int32, torch.int64)
+INDICES = (torch.int32, torch.int64)
 
 
 @enter("aten.index_select.default")
@@ -52,7 +54,7 @@ class TakeRows(Entry):
             return False
         rows = table.dim() > 1 and isinstance(table.shape[0], int) and table.shape[0] > 1
         numbers = table.dtype in FLOATS and not table.requires_grad
-        return rows and numbers and index.dtype in _INDICES
+        return rows and numbers and index.dtype in INDICES
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         table, index = map(s.of, self.operands(a))
@@ -99,7 +101,7 @@ class Gather(Entry):
         if not isinstance(x, torch.Tensor) or not isinstance(index, torch.Tensor):
             return False
         rows = x.dim() == index.dim() > 1 and a["dim"] % x.dim() == x.dim() - 1
-        if not rows or x.dtype not in FLOATS or index.dtype not in _INDICES:
+        if not rows or x.dtype not in FLOATS or index.dtype not in INDICES:
             return False
         one = index.shape[-1] == 1 and isinstance(x.shape[-1], int) and x.shape[-1] > 1
         return one and all(map(equal, x.shape[:-1], index.shape[:-1]))
@@ -122,13 +124,18 @@ class Gather(Entry):
         if len(rows) + 1 != len(slots):
             raise Unsupported(node, "takes elements by an index whose rows are put together")
         values = b.tensor(node, x, (*rows, b.one(node, dims[-1])))
-        return Built(b.g.sum(b.g.pick(values, labels), -1), (*rows, None))
+        return Built(named(values, labels), (*rows, None))
 
 
-def _limits(table: torch.Tensor, dim: int, backwards: bool) -> tuple[int, int]:
-    """The first index of a dimension, and the one behind the last, that PyTorch takes."""
+def named(x: Tensor, labels: Tensor) -> Tensor:
+    """The element of each row that its label names; 0 for a label that is no column."""
+    return x.graph.sum(x.graph.pick(x, labels), -1)
+
+
+def _limits(table: torch.Tensor, dim: int, backwards: bool) -> Within:
+    """The indices of a dimension that PyTorch takes."""
     count = int(table.shape[dim])
-    return -count if backwards else 0, count
+    return Within(-count if backwards else 0, count)
 
 
 def closing_copy(node: fx.Node) -> fx.Node | None:
@@ -163,7 +170,7 @@ class PutRows(Entry):
             return False
         if not isinstance(at, torch.Tensor):
             return False
-        if base.op not in ("placeholder", "get_attr") or at.dtype not in _INDICES or at.dim() != 1:
+        if base.op not in ("placeholder", "get_attr") or at.dtype not in INDICES or at.dim() != 1:
             return False
         shape = (*into.shape[:dim], at.shape[0], *into.shape[dim + 1 :])
         first = into.dim() - x.dim()  # dimensions in front of extent 1 may be left out

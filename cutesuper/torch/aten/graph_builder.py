@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -291,6 +291,19 @@ class Shapes:
 # ----------------------------------------------------------------------------------------- builder
 
 
+class Within(NamedTuple):
+    """The indices that PyTorch takes: from ``first`` to before ``end``, and maybe another one."""
+
+    first: int
+    end: int
+    other: int | None = None
+
+    def both(self, rest: Within) -> Within:
+        """Those that both take."""
+        other = self.other if self.other == rest.other else None
+        return Within(max(self.first, rest.first), min(self.end, rest.end), other)
+
+
 @dataclass
 class Builder:
     """The kernel graph of a region under construction.
@@ -301,7 +314,7 @@ class Builder:
         g: the kernel graph.
         built: its values by node.
         operands: the sources of the graph's inputs, in their order.
-        limits: of indices, the first one and the one behind the last that PyTorch takes.
+        limits: of indices, what PyTorch takes.
         wholes: the tensors of which inputs with gaps are views, if kernels may read parts of these.
         strided, open_rows: whether kernels need strides that are numbers, or take rows of any
             extent; see `cutesuper.torch.aten.table.Entry`.
@@ -315,7 +328,7 @@ class Builder:
     g: KernelGraph = field(default_factory=KernelGraph)
     built: dict[fx.Node, Any] = field(default_factory=dict)
     operands: list[Given] = field(default_factory=list)
-    limits: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    limits: dict[fx.Node, Within] = field(default_factory=dict)
     _groups: dict[Factor, Group] = field(default_factory=dict)
     _symbols: dict[Group, Symbol] = field(default_factory=dict)
     _inputs: dict[Any, Tensor] = field(default_factory=dict)
@@ -651,7 +664,7 @@ class Builder:
         return self._inputs[key]
 
     def index(
-        self, node: fx.Node, operand: Any, limits: tuple[int, int], of_rows: bool = False
+        self, node: fx.Node, operand: Any, limits: Within, of_rows: bool = False
     ) -> tuple[Tensor, Slots]:
         """An input of integers within these `limits`, as they are, with its slots.
         Raises Unsupported if they are made from others in the region.
@@ -667,8 +680,7 @@ class Builder:
         if order != sorted(order) or set(slots) != set(read):
             raise Unsupported(node, "takes an index that is stored in another order")
         slots = (*(slots or (None,)), None) if of_rows else slots or (None,)
-        first, end = self.limits.get(source, limits)
-        self.limits[source] = max(first, limits[0]), min(end, limits[1])
+        self.limits[source] = limits.both(self.limits.get(source, limits))
         key = (source, "index", slots)
         if key not in self._inputs:
             self._inputs[key] = self.g.new_input(self._shape_of(slots), t.dtype)

@@ -54,6 +54,8 @@ class Lengths:
         most: lengths beyond this make no difference.
         causal: whether the last query sees these keys, and each one before it one less; without a
             node, whether the first query sees one key, and each one behind it one more.
+        number: of keys in the place of ``node + offset``, the same for all sequences.
+        beyond: whether the number is larger than that of keys, which a length is not.
         first: the first key that is seen, where others are in front of it.
         given: conditions that a key has to meet besides.
         added: a mask that is added to the scores; where it is -inf a key is not seen.
@@ -63,9 +65,16 @@ class Lengths:
     offset: int
     most: int
     causal: bool = False
+    number: int | None = None
+    beyond: bool = False
     first: First | None = None
     given: tuple[Given, ...] = ()
     added: fx.Node | None = None
+
+    @property
+    def counted(self) -> bool:
+        """True if integers limit the keys of sequences."""
+        return self.node is not None or self.number is not None or self.first is not None
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -228,9 +237,12 @@ def _lengths(limits: Sequence[Limit], queries: Any, keys: Any) -> Lengths | None
     [n] = limits
     if not isinstance(queries, int) or (queries > 1 and not n.counts):
         return None
-    if n.node is None:
-        return Lengths(None, 0, 0, True) if n.known == 1 else None
     last = queries - 1 if n.counts else 0
+    if n.node is None:
+        # of the first query one key: that is what causal means by itself
+        number = None if n.known == 1 else n.offset + last
+        beyond = number is not None and number > int(keys)
+        return Lengths(None, 0, 0, n.counts or n.known == 1, number, beyond)
     return Lengths(n.node, n.offset + last, int(keys) + last, n.counts)
 
 

@@ -81,6 +81,11 @@ class Hiding:
     starts: Tensor | None
     beside: tuple[Tensor, ...] = ()
 
+    @property
+    def are_lengths(self) -> bool:
+        """True if nothing but a length hides keys, and the rows behind one."""
+        return self.starts is None and not self.beside and not self.limits.beyond
+
     def __call__(self, x: Tensor) -> Tensor:
         """Scores of which some are hidden."""
         g, count = x.graph, len(self.limits.given)
@@ -88,7 +93,9 @@ class Hiding:
             x = g.hide(t if condition.visible else g.sub(1.0, t), x)
         for t in self.beside[count:]:
             x = g.hide(g.sub(1.0, infinite(g, t, -1.0)), g.add(x, t))
-        if self.ends is not None:
+        if self.ends is not None and self.limits.beyond:
+            x = g.limit_mask(x, self.ends, lower=False, causal=self.limits.causal)
+        elif self.ends is not None:
             x = g.length_mask(x, self.ends, causal=self.limits.causal)
         elif self.limits.causal:
             x = g.causal_mask(x)
@@ -114,6 +121,8 @@ def hiding(
     if limits.node is not None:
         own = b.one(node, sequences)
         ends = b.lengths(limits.node, (own,), limits.offset, limits.most)
+    elif limits.number is not None:
+        ends = b.filled((b.one(node, sequences),), limits.number)
     if first is not None:
         own = b.one(node, sequences)
         starts = (

@@ -3,6 +3,7 @@
 `marks_of` reads the nodes that compute integers, conditions and masks, without running them:
 
 * integers are ``node + offset``, plus the place along one dimension (``torch.arange``);
+* differences of two such (``n[:, None] - n``), and their absolute values, are compared with others;
 * a condition on keys j is a conjunction of limits ``j < bound`` and ``j >= bound``; the bound may
   count queries, ``node + offset + i``. Limits that hide no key are left out. Whatever else is true
   or false, as padding is, is a part of the conjunction as it is.
@@ -11,6 +12,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ _COUNTS = (torch.int32, torch.int64)
 _ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step",
             "prims.iota.default")  # fmt: skip
 _SUMS = {"aten.add.Tensor": 1, "aten.add.Scalar": 1, "aten.sub.Tensor": -1, "aten.sub.Scalar": -1}
+_NEGATIVE, _ABSOLUTE = ("aten.neg.default",), ("aten.abs.default",)
 _PADS = ("aten.constant_pad_nd.default", "aten.pad.default")
 _NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
 _NEGATED = {"visible": "hidden", "hidden": "visible"}
@@ -59,6 +62,15 @@ class Integers:
     node: fx.Node | None
     offset: int
     begun: bool = False
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of integers, or its absolute value."""
+
+    left: Integers
+    right: Integers
+    absolute: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,7 @@ class Condition:
     given: tuple[Given, ...] = ()
 
 
-Marks = Integers | Condition
+Marks = Integers | Difference | Condition
 
 
 def marks_of(node: Any) -> Marks | None:
@@ -128,6 +140,10 @@ def _computed(node: fx.Node) -> Marks | None:
         return _arange(node, a)
     if name in _SUMS and fake(node).dtype in _COUNTS:
         return _sum(a, _SUMS[name])
+    if name in _NEGATIVE and (x := _difference(a["self"])) is not None:
+        return _of_difference(x.right, x.left)
+    if name in _ABSOLUTE and (x := _difference(a["self"])) is not None:
+        return replace(x, absolute=True)
     if name in _NOT:
         x = marks_of(a["self"])
         if not isinstance(x, Condition) or x.kind not in _NEGATED:
@@ -189,25 +205,44 @@ def _arange(node: fx.Node, a: Arguments) -> Integers | None:
     return Integers(("" if t.shape[0] == 1 else "count",), None, start, True)
 
 
-def _sum(a: Arguments, sign: int) -> Integers | None:
-    """A sum of a node, a place and numbers, each at most once."""
-    x, y = _integers(a["self"]), _integers(a["other"])
+def _sum(a: Arguments, sign: int) -> Integers | Difference | None:
+    """A sum or a difference of integers, each of a node, a place and numbers, each at most once."""
+    x, y = _difference(a["self"]), _difference(a["other"])
     if x is None or y is None or a.get("alpha", 1) != 1:
         return None
-    if sign < 0 and (y.node is not None or "count" in y.axes):
-        return None
+    y = y if sign > 0 else Difference(y.right, y.left)
+    left, right = _added(x.left, y.left), _added(x.right, y.right)
+    return None if left is None or right is None else _of_difference(left, right)
+
+
+def _of_difference(left: Integers, right: Integers) -> Integers | Difference | None:
+    """A difference; integers themselves if a number is subtracted.
+    None if no places are counted: the result is integers as they are."""
+    if right.node is None and "count" not in right.axes:
+        axes = _padded(left.axes, max(len(left.axes), len(right.axes)))
+        return replace(left, axes=axes, offset=left.offset - right.offset)
+    return Difference(left, right) if "count" in (*left.axes, *right.axes) else None
+
+
+def _added(x: Integers, y: Integers) -> Integers | None:
     axes = _merged(x.axes, y.axes)
     if axes is None or axes.count("count") > 1 or (x.node is not None and y.node is not None):
         return None
     node = y.node if x.node is None else x.node
-    return Integers(axes, node, x.offset + sign * y.offset, x.begun or y.begun)
+    return Integers(axes, node, x.offset + y.offset, x.begun or y.begun)
 
 
-def _integers(value: Any) -> Integers | None:
-    if type(value) is int:
-        return Integers((), None, value)
-    found = marks_of(value)
-    return found if isinstance(found, Integers) else None
+def _difference(value: Any) -> Difference | None:
+    """Integers as a difference; None for absolute values, and for what is no integers."""
+    found = Integers((), None, value) if type(value) is int else marks_of(value)
+    if not isinstance(found, Integers | Difference):
+        return None
+    x = _as_difference(found)
+    return None if x.absolute else x
+
+
+def _as_difference(x: Integers | Difference) -> Difference:
+    return x if isinstance(x, Difference) else Difference(x, Integers((), None, 0))
 
 
 def _merged(x: tuple[str, ...], y: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -247,10 +282,52 @@ def _joined(kind: str, x: Marks | None, y: Marks | None) -> Condition | None:
 
 
 def _compared(how: str, left: Any, right: Any) -> Condition | None:
-    """The marks of a comparison; keys are counted along the later dimension."""
-    x, y = _integers(left), _integers(right)
-    if x is None or y is None:
+    """The marks of a comparison."""
+    pairs = product(_readings(left), _readings(right))
+    made = (_bounded(how, x, y, right, left) for x, y in pairs)
+    return next((found for found in made if found is not None), None)
+
+
+def _readings(value: Any) -> list[Integers | Difference]:
+    """A number, or what is known of a tensor of integers: a difference, or integers as they are."""
+    if type(value) is int:
+        return [Integers((), None, value)]
+    found = [marks_of(value)]
+    if isinstance(found[0], Difference):
+        found.append(_given(value))
+    return [n for n in found if isinstance(n, Integers | Difference)]
+
+
+def _bounded(
+    how: str, x: Integers | Difference, y: Integers | Difference, right: Any, left: Any
+) -> Condition | None:
+    """The marks of a comparison of these, of which nodes are the ``right`` and the ``left`` one."""
+    if isinstance(y, Difference) and y.absolute:
+        x, y, right, left, how = y, x, left, right, _TURNED[how]
+    if isinstance(x, Difference) and x.absolute:
+        return _near(how, replace(x, absolute=False), y)
+    if isinstance(x, Integers) and isinstance(y, Integers):
+        return _limited(how, x, y, right, left)
+    x, y = _as_difference(x), _as_difference(y)
+    before, behind = _added(x.left, y.right), _added(y.left, x.right)
+    return None if before is None or behind is None else _limited(how, before, behind)
+
+
+def _near(how: str, x: Difference, y: Integers | Difference) -> Condition | None:
+    """The marks of a comparison of the absolute value of a difference with a number."""
+    if how in ("gt", "ge"):
+        found = _near("le" if how == "gt" else "lt", x, y)
+        return None if found is None else replace(found, kind="hidden")
+    if not isinstance(y, Integers) or y.node is not None or "count" in y.axes:
         return None
+    above = _bounded(_TURNED[how], x, replace(y, offset=-y.offset), None, None)
+    return _joined("visible", _bounded(how, x, y, None, None), above)
+
+
+def _limited(
+    how: str, x: Integers, y: Integers, right: Any = None, left: Any = None
+) -> Condition | None:
+    """The marks of a comparison of integers; keys are counted along the later dimension."""
     if _last_count(x) < _last_count(y):
         x, y, right, how = y, x, left, _TURNED[how]
     if x.node is not None or "count" not in x.axes:
@@ -298,10 +375,24 @@ def _chosen(node: fx.Node, condition: Any, yes: Any, no: Any) -> Condition | Non
 
 
 def _viewed(node: fx.Node, operand: Any, entry: Any) -> Marks | None:
-    x = marks_of(operand)
-    before, after = fake(operand), fake(node)
+    x, before, after = marks_of(operand), fake(operand), fake(node)
+    if isinstance(x, Difference):
+        parts = (
+            _seen(replace(n, axes=_padded(n.axes, before.dim())), before, after, entry)
+            for n in (x.left, x.right)
+        )
+        left, right = parts
+        known = isinstance(left, Integers) and isinstance(right, Integers)
+        return replace(x, left=left, right=right) if known else None
     if x is None or (isinstance(x, Integers) and x.node is not None and not x.begun):
         return None  # integers as they are: the view is the node itself
+    return _seen(x, before, after, entry)
+
+
+def _seen(
+    x: Integers | Condition, before: torch.Tensor, after: torch.Tensor, entry: Any
+) -> Integers | Condition | None:
+    """The marks of a view of a tensor with these marks, one for each dimension."""
     if isinstance(entry, Expand):
         return replace(x, axes=_padded(x.axes, after.dim()))
     if isinstance(x, Condition) and x.given and not equal_shapes(before.shape, after.shape):

@@ -80,7 +80,9 @@ class Entry:
 _TABLE: dict[str, Entry] = {}
 
 #: the modules that define entries
-_MODULES = ("attention", "gathers", "masked", "pointwise", "products", "reducing", "views")
+_MODULES = (
+    "attention", "gathers", "losses", "masked", "pointwise", "products", "reducing", "views"
+)  # fmt: skip
 
 
 _Class = TypeVar("_Class", bound=Entry)

@@ -1,7 +1,9 @@
-"""Losses that grow like squares next to 0 and like absolute values far away.
+"""Formulas of losses, in place of PyTorch's decompositions.
 
-PyTorch chooses between two formulas, and decompositions of it give an infinite difference the slope
-0 inf of the one that is not chosen. One formula has PyTorch's values and slopes everywhere.
+Some grow like squares next to 0 and like absolute values far away. PyTorch chooses between two
+formulas, and decompositions of it give an infinite difference the slope 0 inf of the one that is
+not chosen. One formula has PyTorch's values and slopes everywhere. A loss by labels stays whole
+where kernels have it: decomposed, its labels would take six operators.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+
+from cutesuper.torch.aten.losses import is_of_rows
+from cutesuper.torch.internals import decomposition
 
 _aten = torch.ops.aten
 #: of the reduction that PyTorch's operators are given
@@ -33,10 +38,20 @@ def _smooth_l1(x: Tensor, target: Tensor, reduction: int = 1, beta: float = 1.0)
     return _REDUCED[reduction](near / beta * (z - near * 0.5))
 
 
+def _nll_loss(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> Any:
+    """PyTorch's own formula where kernels do not have the operator itself."""
+    if is_of_rows(x, target, weight):
+        return NotImplemented
+    return decomposition(_aten.nll_loss_forward.default)(x, target, weight, reduction, ignore_index)
+
+
 #: formulas of operators, by which a program is decomposed
 LOSSES: dict[Any, Callable[..., Any]] = {
     _aten.huber_loss.default: _huber,
     _aten.smooth_l1_loss.default: _smooth_l1,
+    _aten.nll_loss_forward.default: _nll_loss,
 }
 
 #: PyTorch gives these the element type of their first operand, other losses the common one

@@ -41,6 +41,7 @@ from cutesuper.torch.aten.graph_builder import (
     Shapes,
     Unsupported,
     Value,
+    Within,
     copied_order,
     explain,
     fake,
@@ -91,7 +92,7 @@ class Operand:
     dtype: torch.dtype
     part: tuple[int, int] | None
     lengths: tuple[int, int] | None = None
-    limits: tuple[int, int] | None = None
+    limits: Within | None = None
     fill: int | None = None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import getitem
@@ -31,12 +31,14 @@ class Left:
         place: the user's lines.
         us: microseconds at least, by a roofline: its tensors are read and written once.
         reason: why no kernel computes it; empty for an operator that computes no numbers.
+        once: whether it was computed when the program was traced, as it depends on no input.
     """
 
     operator: str
     place: str
     us: float
     reason: str = ""
+    once: bool = False
 
     def __str__(self) -> str:
         return f"{self.operator} ({self.place or 'no source'})"
@@ -64,8 +66,9 @@ def is_own(node: fx.Node) -> bool:
 
 
 def left_to_pytorch(
-    graph: fx.Graph, regions: Sequence[Region], refused: Mapping[fx.Node, str], target: Target
-) -> Iterator[Left]:
+    graph: fx.Graph, regions: Sequence[Region], refused: Mapping[fx.Node, str], target: Target,
+    kept: Collection[fx.Node] = (),
+) -> Iterator[Left]:  # fmt: skip
     """The operators in no region, other than views, in order.
 
     Args:
@@ -73,6 +76,7 @@ def left_to_pytorch(
         regions: those that have kernels.
         refused: why nodes are in none.
         target: the GPU that costs are for.
+        kept: nodes that are computed once.
     """
     inside = computed(regions)
     read = {operand.node for r in regions for operand in r.inputs}
@@ -81,7 +85,7 @@ def left_to_pytorch(
             continue
         if _computes(n) or (n in read and _is_converted(n)):
             reason = "" if is_own(n) else refused.get(n, "")
-            yield Left(written(n), places([n]), _us(n, target), reason)
+            yield Left(written(n), places([n]), _us(n, target), reason, n in kept)
 
 
 def computed(regions: Iterable[Region]) -> set[fx.Node]:

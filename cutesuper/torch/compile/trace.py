@@ -46,6 +46,7 @@ from cutesuper.torch.compile.changes import settle_changes, updates_buffer
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
 from cutesuper.torch.compile.convolutions import pointwise
 from cutesuper.torch.compile.losses import LOSSES, of_two_types
+from cutesuper.torch.compile.once import LITERALS, keep_unchanging, literals_of, unchanging
 from cutesuper.torch.compile.partition import halves, partition
 from cutesuper.torch.compile.pooling import POOLING
 from cutesuper.torch.compile.refusals import REMEDY, refusal, without_kernel
@@ -176,9 +177,13 @@ class _Tracer:
             regions, refused = regions_of(module, self.name, self.rest, recorded)
             if watch.seeds:
                 _refuse_draws(module.graph, computed(regions), self.name)
-            found = [pair for r in regions for pair in self._with_kernels(r, refused)]
+            kept = unchanging(module)
+            found = [
+                pair for r in regions if not kept.issuperset(o.node for o in r.inputs)
+                for pair in self._with_kernels(r, refused)
+            ]  # fmt: skip
             regions = tuple(region for region, _ in found)
-            outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
+            left = list(left_to_pytorch(module.graph, regions, refused, self._target(), kept))
             traced = [
                 TracedRegion(r.place, kernel, tuple(names_read(r, _name))) for r, kernel in found
             ]
@@ -186,6 +191,7 @@ class _Tracer:
                 module.add_submodule(f"region_{i}", _Call(region.kernel))
             rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
             settle_changes(module.graph)
+            keep_unchanging(module)
         arguments = tuple(n for n in module.graph.nodes if n.op == "placeholder")
         places = _lift(module, watch)
         for place in observer.replaced.keys() & set(places):
@@ -195,7 +201,8 @@ class _Tracer:
         return Trace(
             _plain(module),
             tuple(traced),
-            outside,
+            tuple(n for n in left if not n.once),
+            tuple(n for n in left if n.once),
             stops,
             picker(places),
             specs._out_spec,
@@ -345,6 +352,7 @@ def _exported(
                 module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
         _check_types(name, program)
+        literals = literals_of(program)
         undifferentiable = _undifferentiable(program, own)
         nodes = list(program.graph.nodes)
         with _quiet(), _for_all_extents(program.graph, name):
@@ -361,7 +369,9 @@ def _exported(
         ) from error
     options = {"check_guards": False} if _has_guards() else {}
     with _quiet():
-        return program.module(**options), undifferentiable
+        made = program.module(**options)
+    made.meta[LITERALS] = literals
+    return made, undifferentiable
 
 
 def _check_types(name: str, program: torch.export.ExportedProgram) -> None:

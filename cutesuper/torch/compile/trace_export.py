@@ -88,6 +88,7 @@ class _Reader(fx.Interpreter):
             made = n.all_input_nodes[0] if n.target is getitem else n
             view = value.untyped_storage()._cdata in self._places
             why = "makes a part with gaps of a tensor" if view else "needs PyTorch at the call"
+            why = "is a constant, and no argument" if n.op == "get_attr" else why
             self._part(value, f"{written(made)} ({places([made])}) {why}")
         return value
 

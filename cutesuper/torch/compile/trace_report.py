@@ -30,23 +30,32 @@ class TracedRegion:
     reads: tuple[str, ...] = ()
 
 
-def trace_text(name: str, regions: Sequence[TracedRegion], outside: Sequence[Left]) -> str:
+def trace_text(
+    name: str, regions: Sequence[TracedRegion], outside: Sequence[Left], once: Sequence[Left]
+) -> str:
     """The report of a traced program.
 
     Args:
         name: of the function.
         regions: what kernels compute.
         outside: what PyTorch computes.
+        once: what it has computed once.
     """
     rest = sum(n.us for n in outside)
     ours = sum(r.kernel.predicted_us for r in regions)
-    head = f"{name}: {len(regions)} region(s), {ours:.2f} us predicted"
+    head = f"{name}: {len(regions)} region(s), {ours + rest:.2f} us predicted"
     if rest:
-        head += f", and {rest:.2f} us at least of PyTorch's operators"
-    totals = _totals(regions, rest) if len(regions) > 1 else ()
+        head += f", of which {rest:.2f} us at least are PyTorch's operators"
+    totals = _totals(regions, rest) if len(regions) > 1 or (regions and rest) else ()
     parts = ["\n".join([head, *totals])]
     if outside:
         parts.append("\n".join(left_text(outside)))
+    if once:
+        lines = ", ".join(dict.fromkeys(n.place for n in once if n.place))
+        parts.append(
+            f"{len(once)} operator(s) depend on no input; what they make was computed when it was "
+            f"traced, and is kept ({lines or 'no source'})"
+        )
     parts += [f"{_region_head(i, r)}\n{r.kernel.explain()}" for i, r in enumerate(regions)]
     return narrow("\n\n".join(parts))
 
@@ -66,7 +75,11 @@ def _totals(regions: Sequence[TracedRegion], rest: float) -> Iterator[str]:
         rest + sum(price(k.graph, k.target).us for k in kernels) for price in (baseline, eager)
     )
     yield f"  kernels   {sum(len(k.kernels) for k in kernels)}"
-    yield f"  others    in all, by a roofline: Inductor {inductor:.2f} us, eager {eagerly:.2f} us"
+    with_rest = "with the same operators of PyTorch" if rest else "in all"
+    yield (
+        f"  others    {with_rest}, by a roofline: Inductor {inductor:.2f} us, "
+        f"eager {eagerly:.2f} us"
+    )
     yield f"  equal     {_certainty(kernels)}"
     yield from (f"  search    region {i}: {k.variant.cut}" for i, k in enumerate(kernels)
                 if k.variant.cut)  # fmt: skip

@@ -55,6 +55,7 @@ class Trace:
             flat results.
         regions: its parts that kernels compute.
         outside: the operators that PyTorch computes, in order.
+        once: those that it has computed once, since they depend on no input.
         undifferentiable: why it has no gradient, or nothing.
         read: takes those tensors out of all that a `Watch` has found.
         results: their structure.
@@ -67,6 +68,7 @@ class Trace:
     module: fx.GraphModule
     regions: tuple[TracedRegion, ...]
     outside: tuple[Left, ...]
+    once: tuple[Left, ...]
     undifferentiable: str
     read: Picker
     results: pytree.TreeSpec
@@ -199,7 +201,7 @@ class TracedProgram:
     def explain(self) -> str:
         """Totals, PyTorch's part, and the regions.
         Of each its place, its tensors, and how its program was found, verified and priced."""
-        return trace_text(self._name, self.regions, self._latest.outside)
+        return trace_text(self._name, self.regions, self._latest.outside, self._latest.once)
 
     def draw(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
         """`Kernel.draw` of the kernel of each region.
