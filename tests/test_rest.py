@@ -47,14 +47,12 @@ def test_what_is_left_is_called_as_the_user_wrote_it(monkeypatch: pytest.MonkeyP
     """Not as PyTorch's decompositions call it; a part of another function is named besides."""
 
     def fn(x: torch.Tensor) -> Any:
-        places = torch.arange(32)
-        y = x[places.flip(0)].cumprod(0)
-        return F.relu(y), torch.median(x, -1).values, places.sort().values
+        return F.relu(x.cumprod(0)), torch.median(x, -1).values, x.sort().values
 
     with torch.no_grad():
         lines = superoptimize_callable(fn, (randn(32, 8),), rest="torch", target="h200").outside
     names = [line.split(" (")[0] for line in lines]
-    assert {"arange", "cumprod", "median", "sort"} <= set(names)
+    assert {"cumprod", "median", "sort"} <= set(names)
     assert not any("prims." in line for line in lines)
 
 
