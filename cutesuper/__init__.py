@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from cutesuper import errors, interrupted, source_tree  # noqa: F401, the second acts at once
+from cutesuper import errors, interrupted, source_tree  # noqa: F401  # pyright: ignore
 from cutesuper.api import superoptimize
 from cutesuper.autodiff.gradient import Split, grad, split
 from cutesuper.contrib.mirage.load import load_mirage

@@ -25,6 +25,10 @@ def test_the_description_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     text = described((ROOT / "README.md").read_text())
     assert len(text) > 3000 and "<!--" not in text
     assert re.findall(r"\]\((?!https?:)", text) == []
+    for wanted in ("pip install cutesuper ", "cutesuper demo", "kernel = g.superoptimize()"):
+        assert wanted in text
+    for left in ("make demo", "pip install -e", "constraints.txt", "make bench"):
+        assert left not in text
     assert described("a\n\n[b](c) ·\n[d](e)\n\nf\n") == "a\n\nf\n"
     assert described("a [b](docs/c.md) [`d`](https://e)\n") == "a b [`d`](https://e)\n"
 

@@ -643,6 +643,20 @@ def test_a_decorated_function_can_be_looked_at(tmp_path: Path) -> None:
         scaled.export(tmp_path / "none" / "scaled.so", header=tmp_path / "scaled.h")
 
 
+def test_arguments_have_the_names_that_the_user_wrote(tmp_path: Path) -> None:
+    """Capital letters too, in the report and in the header."""
+
+    def f(D: Tensor, scale: Tensor, x: Tensor, X: Tensor) -> Tensor:
+        return torch.relu(D * scale) + x * X
+
+    given = (randn(4, 64), randn(64), randn(4, 64), randn(4, 64))
+    program = cs.superoptimize(f, given, target="h200")
+    names = program.regions[0].reads
+    assert {"D", "scale", "x"} <= set(names) and "d" not in names
+    program.export(tmp_path / "f.so", header=tmp_path / "f.h")
+    assert "tensors[0]  input   D  float32" in (tmp_path / "f.h").read_text()
+
+
 def test_each_region_is_drawn_into_a_file(tmp_path: Path) -> None:
     """Reports name what other operators made by the line that made it."""
 

@@ -172,7 +172,8 @@ def wired(graph: KernelGraph, variant: Variant, artifacts: dict[str, Artifact]) 
         t["shape"] for t in (*border["inputs"], *border["outputs"], *between, *scratch)
     ]
     return Wiring(
-        **border,
+        inputs=border["inputs"],
+        outputs=border["outputs"],
         between=between,
         scratch=scratch,
         steps=[

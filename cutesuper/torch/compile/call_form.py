@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -72,6 +73,14 @@ def form_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Form:
     if any(k in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) for k in kinds):
         signature = None
     return Form(signature, len(args), frozenset(kwargs or {}))
+
+
+def as_written(fn: Callable[..., Any]) -> dict[str, str]:
+    """The names of a function's parameters by those in lower case, as ``torch.export`` has them."""
+    signature = form_of(fn, (), {}).signature
+    names = list(signature.parameters) if signature else []
+    lower = Counter(name.lower() for name in names)
+    return {name.lower(): name for name in names if lower[name.lower()] == 1}
 
 
 @dataclass(frozen=True)

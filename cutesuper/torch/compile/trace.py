@@ -41,7 +41,7 @@ from cutesuper.runtime.tensors import usable
 from cutesuper.targets import Target
 from cutesuper.torch.aten.graph_builder import CONDITIONS, INTEGERS
 from cutesuper.torch.aten.table import is_free, is_known, moves
-from cutesuper.torch.compile.call_form import children_of, constant_fact
+from cutesuper.torch.compile.call_form import as_written, children_of, constant_fact
 from cutesuper.torch.compile.changes import settle_changes, updates_buffer
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
 from cutesuper.torch.compile.convolutions import pointwise
@@ -173,6 +173,9 @@ class _Tracer:
         """A trace, for calls that record gradients or not. Raises like `superoptimize_callable`."""
         observer = Observer(fn, watch.names)
         module, stops = self._program(fn, watch, args, kwargs, observer)
+        named = as_written(fn)
+        for n in module.graph.find_nodes(op="placeholder"):
+            n.meta["written"] = named.get(n.name, n.name)
         with _for_all_extents(module.graph, self.name):
             regions, refused = regions_of(module, self.name, self.rest, recorded)
             if watch.seeds:
@@ -264,7 +267,7 @@ class _Tracer:
 
 def _name(node: fx.Node) -> str:
     """The user's name of an argument or a parameter."""
-    return str(node.target if node.op == "get_attr" else node.name)
+    return str(node.target if node.op == "get_attr" else node.meta.get("written", node.name))
 
 
 def _refuse_draws(graph: fx.Graph, inside: set[fx.Node], name: str) -> None:

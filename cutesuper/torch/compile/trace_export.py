@@ -99,7 +99,7 @@ class _Reader(fx.Interpreter):
             name, tensor = self.read[target]
             value = self.mode.from_tensor(tensor.detach())
         else:
-            name, value = target, node.meta.get("val")
+            name, value = node.meta.get("written", target), node.meta.get("val")
         if isinstance(value, torch.Tensor):
             self._note(name, value)
             self.found.inputs.append(len(self.found.tensors) - 1)

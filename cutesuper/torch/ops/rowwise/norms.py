@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -11,6 +14,8 @@ from cutesuper.errors import OperatorError
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.torch.ops.rowwise.definition import Built, Definition, Operand, Output, Role, number
 from cutesuper.torch.ops.rowwise.operator import RowOperator
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _rms(
@@ -105,6 +110,36 @@ _layer_norm_operator = RowOperator(
 )
 
 
+def _of_last_dimension(function: Function) -> Function:
+    """Refuse arguments as those of PyTorch's norms, which take the extents of rows behind x."""
+    parameters = inspect.signature(function).parameters.values()
+    name = getattr(function, "__name__", "norm")
+    most = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if (
+            len(args) > most
+            or "normalized_shape" in options
+            or (len(args) > 1 and isinstance(args[1], tuple | list | int))
+        ):
+            raise OperatorError(
+                f"{name}: it takes no normalized_shape: rows are the last dimension; "
+                f"its arguments are {_arguments(function)}"
+            )
+        return function(*args, **options)
+
+    return cast("Function", call)
+
+
+def _arguments(function: Callable[..., Any]) -> str:
+    """``(x, weight=None, *, eps=1e-06)``, without types."""
+    signature = inspect.signature(function)
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+@_of_last_dimension
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -128,7 +163,8 @@ def rms_norm(
         the residual. y is computed from the sum before it is rounded.
 
     Raises:
-        OperatorError: an eps or an offset out of range, a forward-mode derivative, vmap.
+        OperatorError: an eps or an offset out of range, a normalized_shape, a forward-mode
+            derivative, vmap.
         ShapeError, DTypeError, DeviceError: a tensor that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
@@ -137,6 +173,7 @@ def rms_norm(
     return _add_rms_norm_operator((x, residual, weight), (eps, weight_offset))
 
 
+@_of_last_dimension
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
