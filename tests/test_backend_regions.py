@@ -29,17 +29,16 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
 from cutesuper import measure, pipeline  # noqa: E402
+from cutesuper.runtime import records as kept_records  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.targets.roofline import baseline  # noqa: E402
-from cutesuper.runtime import records as kept_records  # noqa: E402
 from cutesuper.torch import internals  # noqa: E402
 from cutesuper.torch.compile import (  # noqa: E402
     ahead,
     backend,
     case,
     partition,
-    records,
     region_operator,
     selection,
     whole,
@@ -512,7 +511,8 @@ def test_the_folder_of_records_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     folder = KernelCache().root / "regions"
     for n, path in enumerate(sorted(folder.iterdir())):
         os.utime(path, (n, n))
-    read = next(n for n in range(9) if kept_records.path_of(("question", n)) == min(folder.iterdir()))
+    oldest = min(folder.iterdir())
+    read = next(n for n in range(9) if kept_records.path_of(("question", n)) == oldest)
     assert kept_records.read(("question", read)) == {"answer": read}, "and so it is the newest"
     kept_records.write(("question", 9), {"answer": 9})
     assert len(list(folder.iterdir())) == 10, "a process looks once"

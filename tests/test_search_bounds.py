@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,10 @@ from benchmarks.search.programs import PROGRAMS
 from cutesuper.egraph.labelled import Region
 from cutesuper.errors import LoweringError, SearchError
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
-from cutesuper.search.bounds import TooDear, least_of_form_us, least_us
+from cutesuper.search.bounds import Bounds, TooDear, least_of_form_us, least_us
 from cutesuper.search.cuts import Flat, Segments
 from cutesuper.search.region import SearchOptions, search_region
-from cutesuper.search.search import Progress, search
+from cutesuper.search.search import Progress, _Search, search
 from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verification
 
@@ -125,3 +125,32 @@ def test_what_has_no_kernel_is_named_as_without_bounds() -> None:
         except (SearchError, LoweringError) as error:
             reasons.append(str(error))
     assert reasons[0] == reasons[1]
+
+
+def test_reasons_are_looked_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No regions are searched only to say why a variant has no kernels, if another one has some."""
+    g = new_kernel_graph()
+    x = g.rms_norm(g.new_input((3, 64, 16)), normalized_shape=(16,))
+    g.mark_output(g.length_mask(x, g.new_input((3,), "int32")))
+    variants, options = _Search._variants, SearchOptions(keep=4, lowered=True)
+    for_reasons: list[set[int]] = []
+    asked = Bounds._next
+
+    def counted(bounds: Bounds) -> set[int]:
+        for_reasons.append(asked(bounds))
+        return for_reasons[-1]
+
+    def with_another(search: _Search, plain: Flat) -> Iterator[Flat]:
+        yield Flat(g.expanded())
+        yield from variants(search, plain)
+
+    monkeypatch.setattr(Bounds, "_next", counted)
+    alone = search(chains(1), H200, options=options, near=1.0)
+    with pytest.raises(SearchError, match="no kernel can run length_mask"):
+        search(g, H200, options=options, near=1.0)
+    assert for_reasons
+    for_reasons.clear()
+    monkeypatch.setattr(_Search, "_variants", with_another)
+    both = search(chains(1), H200, options=options, near=1.0)
+    assert both.candidates[0].structure == alone.candidates[0].structure
+    assert not for_reasons

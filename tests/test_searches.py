@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 
 import cutesuper as cs
 from cutesuper import pipeline, searches
+from cutesuper.differentiate import _cheapest
 from cutesuper.ir import serial
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Options
@@ -37,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The graphs that are searched."""
     found: list[Any] = []
     search = pipeline.search
@@ -47,7 +48,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return search(graph, *args, **more)
 
     monkeypatch.setattr(pipeline, "search", counted)
-    yield found
+    return found
 
 
 def test_another_process_searches_nothing(searched: list[Any]) -> None:
@@ -118,8 +119,8 @@ def _edited(record: dict[str, Any], change: str) -> Any:
 
 @pytest.mark.parametrize(
     "change",
-    ("another program", "another place", "an illegal program", "another border", "no number", "no costs",
-     "no statistics", "no dictionary"),
+    ["another program", "another place", "an illegal program", "another border", "no number",
+     "no costs", "no statistics", "no dictionary"],
 )  # fmt: skip
 def test_records_that_were_changed_are_not_believed(
     change: str, searched: list[Any], folder: Path
@@ -147,8 +148,8 @@ def test_programs_that_no_kernel_runs(searched: list[Any]) -> None:
     g = norm()
     first, again = (cs.mugraphs(g, keep=4, target=H200) for _ in range(2))
     assert len(searched) == 1 and again.kept == 0
-    assert [replace(c, mugraph=d.mugraph) for c, d in
-            zip(again.candidates, first.candidates, strict=True)] == list(first.candidates)  # fmt: skip
+    both = zip(again.candidates, first.candidates, strict=True)
+    assert all(replace(c, mugraph=d.mugraph) == d for c, d in both)
     assert cs.mugraphs(g, keep=3, target=H200).statistics.regions and len(searched) == 2
 
 
@@ -160,3 +161,37 @@ def test_results_lie_beside_the_kernels_of_the_cache(tmp_path: Path, searched: l
     cache.clear()
     pipeline.Prospect(norm(), PLAIN, cache, None)
     assert len(searched) == 2
+
+
+class Workers:
+    """Worker processes that are this one, and count."""
+
+    def __init__(self) -> None:
+        self.sent: list[KernelGraph] = []
+
+    def submit(self, fn: Any, graph: KernelGraph, *args: Any, **more: Any) -> Future[Any]:
+        self.sent.append(graph)
+        future = Future[Any]()
+        future.set_result(fn(graph, *args, **more))
+        return future
+
+
+def test_long_searches_for_gradients_take_place_in_workers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same programs are chosen, and those that are kept on disk are not sent."""
+    pool = Workers()
+    monkeypatch.setattr(pipeline, "shared", lambda: pool)
+
+    def cut() -> tuple[str, ...]:
+        whole = pipeline.Prospect(norm(), PLAIN, KernelCache(), None)
+        found = _cheapest(whole, ("X", "W"))
+        halves = (found.forward, found.backward)
+        return tuple(h._found[0][1][1].candidate.structure for h in halves if h is not None)
+
+    here = cut()
+    assert not pool.sent, "short ones are searched here"
+    monkeypatch.setattr(pipeline, "MANY_NODES", 1)
+    assert cut() == here and not pool.sent, "nor is what is known sent"
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / "new"))
+    assert cut() == here and len(pool.sent) > 1

@@ -256,21 +256,31 @@ class Expressions:
 
     @_memoised
     def _mark(self, x: int, label: str) -> int:
-        return self._mapped(
-            x,
-            lambda atom: self._mark_atom(atom, label),
-            lambda denominator: self.mark(denominator, label),
-        )
+        terms: dict[int, int] = {}
+        for m, c in self.polynomials[x]:  # most monomials occur in many polynomials
+            n = self._mark_monomial(m, label)
+            terms[n] = terms.get(n, 0) + c
+        return self.polynomial(terms.items())
+
+    @_memoised
+    def _mark_monomial(self, x: int, label: str) -> int:
+        m, powers = self.monomials[x], dict[int, int]()
+        for a, e in m.numerator:
+            b = self._mark_atom(a, label)
+            powers[b] = powers.get(b, 0) + e
+        below = ONE if m.denominator == ONE else self.mark(m.denominator, label)
+        return self.monomial(_sorted(powers), below, m.extents)
 
     @_memoised
     def _free(self, x: int) -> frozenset[str]:
         """Labels that are free anywhere inside x."""
-        found: set[str] = set()
-        for m, _ in self.terms(x):
-            found.update(*(self._free_in_atom(a) for a, _ in m.numerator))
-            if m.denominator != ONE:
-                found |= self._free(m.denominator)
-        return frozenset(found)
+        return frozenset[str]().union(*[self._free_in_monomial(m) for m, _ in self.polynomials[x]])
+
+    @_memoised
+    def _free_in_monomial(self, x: int) -> frozenset[str]:
+        m = self.monomials[x]
+        found = frozenset[str]().union(*[self._free_in_atom(a) for a, _ in m.numerator])
+        return found if m.denominator == ONE else found | self._free(m.denominator)
 
     @_memoised
     def _free_in_atom(self, atom: int) -> frozenset[str]:

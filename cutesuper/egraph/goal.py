@@ -45,10 +45,12 @@ class Goal:
             m.denominator for t in self.targets for m, _ in table.terms(t) if m.denominator != ONE
         }
         self._fields: dict[str, int] = {}
+        self._guarded, self._all_guards = 0, 0  # the number of fields, and their top bits
         self._useful: dict[int, bool] = {ZERO: False, ONE: True}
         self._divides: dict[int, bool] = {}
         self._counts: dict[int, int] = {}
         self._counts_in_atoms: dict[int, int] = {}
+        self._counts_in_monomials: dict[int, int] = {}
         self._quotients: dict[int, frozenset[tuple[int, int]]] = {}
         self._memo: dict[tuple[int, int], int | None] = {}
         self._monomial_quotients: dict[tuple[int, int], int | None] = {}
@@ -273,13 +275,19 @@ class Goal:
         known = self._counts.get(x)
         if known is None:
             result = 0
-            for m, _ in self.table.terms(x):
-                total = sum([e * self._atom_counts(a) for a, e in m.numerator])
-                if m.denominator != ONE:
-                    total += self.counts(m.denominator)
-                result = self._larger(result, total) if result else total
+            for m, _ in self.table.polynomials[x]:
+                total = self._counts_in_monomials.get(m)
+                if total is None:
+                    total = self._counts_in_monomials[m] = self._monomial_counts(m)
+                if result != total:
+                    result = self._larger(result, total) if result else total
             known = self._counts[x] = result
         return known
+
+    def _monomial_counts(self, monomial: int) -> int:
+        m = self.table.monomials[monomial]
+        total = sum([e * self._atom_counts(a) for a, e in m.numerator])
+        return total if m.denominator == ONE else total + self.counts(m.denominator)
 
     def _atom_counts(self, atom: int) -> int:
         known = self._counts_in_atoms.get(atom)
@@ -298,11 +306,14 @@ class Goal:
         return sum(w * self.counts(p) for w, p in zip(weights, single, strict=True))
 
     def _larger(self, x: int, y: int) -> int:
-        """The larger count in each field."""
-        mask, result = (1 << _FIELD) - 1, 0
-        for f in self._fields.values():
-            result |= max((x >> f) & mask, (y >> f) & mask) << f
-        return result
+        """The larger count in each field.
+        All fields at once: a guard bit stays where x is not smaller, and covers x's field."""
+        if len(self._fields) != self._guarded:
+            self._guarded = len(self._fields)
+            self._all_guards = sum(1 << (f + _FIELD - 1) for f in self._fields.values())
+        not_smaller = ((x | self._all_guards) - y) & self._all_guards
+        first = not_smaller - (not_smaller >> (_FIELD - 1))
+        return (x & first) | (y & ~first)
 
 
 def _targets(table: Expressions, wanted: Iterable[int]) -> list[int]:

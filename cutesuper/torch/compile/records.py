@@ -1,4 +1,4 @@
-"""Verdicts about regions, on disk: timed once, not in each process (`cutesuper.runtime.records`)."""
+"""Verdicts about regions on disk (`cutesuper.runtime.records`): timed once, not in each process."""
 
 from __future__ import annotations
 
