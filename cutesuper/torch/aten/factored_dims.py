@@ -17,12 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
+from cutesuper.ir.dims import MAX_ELEMENTS
 from cutesuper.torch.internals import hint_of
 
 Extent = Any  # int or torch.SymInt
+
+#: most elements of the rows into which a dimension that is too large is divided, and of a vector
+_MOST_OF_ROW, _VECTOR = 8192, 8
 
 
 class Mismatch(Exception):
@@ -88,8 +93,17 @@ def divides(a: Extent, b: Extent) -> bool:
 
 
 def dims_of(extent: Extent) -> Dims:
-    """A new dimension with this extent, of which nothing else is known."""
-    return () if equal(extent, 1) else (Part(object(), Factor(extent)),)
+    """A new dimension with this extent, of which nothing else is known.
+    One that is too large for a dimension of a kernel is divided if it has a factor that suits."""
+    if equal(extent, 1):
+        return ()
+    factor = Factor(extent)
+    if isinstance(extent, int) and extent > MAX_ELEMENTS:
+        rows = chain(range(_MOST_OF_ROW, 1, -_VECTOR), range(_MOST_OF_ROW, 1, -1))
+        row = next((n for n in rows if extent % n == 0), 1)
+        if extent // row <= MAX_ELEMENTS:
+            _divide(factor, extent // row)
+    return (Part(object(), factor),)
 
 
 def leaves(dims: Dims) -> Dims:
@@ -220,12 +234,24 @@ class Grouping:
         result: dict[Factor, Group] = {}
         for f in after:
             if before[f] is None or after[_known(before[f])] is not f:
-                chain = [f]
-                while (g := after[chain[-1]]) is not None and before[g] is chain[-1]:
-                    chain.append(g)
-                group = Group(tuple(chain), prod((c.extent for c in chain), start=1))
-                result |= dict.fromkeys(chain, group)
+                line = [f]
+                while (g := after[line[-1]]) is not None and before[g] is line[-1]:
+                    line.append(g)
+                for part in _fitting(line):
+                    group = Group(part, prod((c.extent for c in part), start=1))
+                    result |= dict.fromkeys(part, group)
         return result
+
+
+def _fitting(line: Sequence[Factor]) -> list[tuple[Factor, ...]]:
+    """Adjacent factors, as many together as a dimension of a kernel may have elements."""
+    found: list[list[Factor]] = [[]]
+    for f in line:
+        together = prod((n.extent for n in (*found[-1], f) if isinstance(n.extent, int)), start=1)
+        if found[-1] and together > MAX_ELEMENTS:
+            found.append([])
+        found[-1].append(f)
+    return [tuple(part) for part in found]
 
 
 def _agree(known: dict[Factor, Factor | None], f: Factor, other: Factor | None) -> None:
