@@ -26,7 +26,7 @@ from typing import Any
 
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
-from cutesuper.ir.dtypes import DType
+from cutesuper.ir.dtypes import DType, float32, int64
 from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, facets
 from cutesuper.ir.operators.monoid import monoid
 
@@ -76,6 +76,9 @@ NAMES = ("tensor", *THROUGH)
 #: attributes of a store that puts rows into a tensor at the places that an index names, and the
 #: operator that it does the work of
 PUTTING, PUT = ("index", "base", "dim"), "put_rows"
+#: type of a partial result that is a pair of a number and its place: the bits of the number in fp32,
+#: which count most, then those of the place
+PAIR = int64
 #: operations that end an axis: they combine the partial results of its parts
 ENDING = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 
@@ -261,6 +264,19 @@ class BlockProgram:
     def stores(self) -> tuple[BlockOp, ...]:
         """All store operations."""
         return tuple(op for op in self.ops if op.kind == STORE)
+
+    def partials(self) -> dict[str, TensorSpec]:
+        """The tensors in which blocks leave partial results, one slice for each part of an axis.
+        Numbers in fp32; pairs of numbers and places as `PAIR` says."""
+        parts: dict[str, Dim] = {a.name: self.parts(a) for a in self.axes}
+        found: dict[str, TensorSpec] = {}
+        for op in self.stores():
+            name, mapping = op.attributes["tensor"], op.attributes["map"]
+            if not parts.keys().isdisjoint(mapping):
+                dtype = PAIR if self.ops[op.inputs[0]].places else float32
+                shape = tuple(parts[d] if d in parts else self.dims[d] for d in mapping)
+                found[name] = TensorSpec(name, shape, dtype)
+        return found
 
     def resized(
         self, dims: dict[str, Dim], extents: Mapping[str, int | None], tile: dict[str, int]

@@ -99,8 +99,23 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def whole(self) -> bool:
-        """True if the threads of a row must have all of it."""
+        """True if the threads of a row must have all of it, or all of its part."""
         return bool(self.reductions or self.scans) or self.turns
+
+    @property
+    def parted(self) -> bool:
+        """True if the grid divides rows that are reduced: each block leaves the result of a part."""
+        return bool(self.reductions) and any(a.dim == self.column for a in self.program.axes)
+
+    @property
+    def part(self) -> int:
+        """Elements of a row that a block reduces."""
+        return self.program.tile[self.column] if self.parted else self.length
+
+    @property
+    def parts(self) -> int:
+        """Number of such parts of a row."""
+        return ceil_div(self.length, self.part)
 
     @property
     def threads(self) -> int:

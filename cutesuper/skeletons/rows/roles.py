@@ -63,6 +63,8 @@ def walks(program: BlockProgram, target: Target) -> bool:
     if len(along) != 1 or len(program.dims) == 1:
         return False
     (row,) = along
+    if program.parts_along(row, AxisKind.GRID) > 1:
+        return False
     tensors = sum(row in op.dims and len(op.dims) > 1 for op in program.loads())
     maps = [op.attributes["map"] for op in (*program.loads(), *program.stores())]
     contiguous = all(m[-1] == row for m in maps if row in m)

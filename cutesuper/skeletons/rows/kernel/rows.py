@@ -28,7 +28,7 @@ from cutesuper.device.fragments import (
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import at_address, element, neighbours, one, put
-from cutesuper.ir.block import LOAD
+from cutesuper.ir.block import LOAD, AxisKind
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import Operator, lookup
 from cutesuper.skeletons.base import Indexed, View
@@ -53,6 +53,7 @@ class Here:
         row: its row, which may be past the end.
         source: the row that it reads: past the end the last one.
         valid: true if its row exists.
+        strip: strip or part of the row that its block has.
         first: its first element in the row.
     """
 
@@ -64,6 +65,7 @@ class Here:
     row: Any
     source: Any
     valid: Any
+    strip: Any
     first: Any
 
 
@@ -172,7 +174,7 @@ class RowKernel:
 
         # rows past the end read the last one
         inside = cutlass.min(row, self.row_count(tensors) - 1)
-        here = Here(tensors, slots, tidx, lane, group, row, inside, valid, first)
+        here = Here(tensors, slots, tidx, lane, group, row, inside, valid, by, first)
         places = self.places(here)
         ahead = self.read_ahead(here, bx * self.row_blocks_of)
         values = self.evaluate(ahead, here)
@@ -442,9 +444,9 @@ class RowKernel:
     def inside(self, first: Any) -> list[Any]:
         """Predicates of the accesses of a fragment that are true inside the row.
         None if true for all lanes."""
-        each = self.lanes * self.vector
+        each, parted = self.lanes * self.vector, self.plan.parted and self.ragged
         return [
-            first + c * each < self.length if (c + 1) * each > self.length else None
+            first + c * each < self.length if parted or (c + 1) * each > self.length else None
             for c in range(self.chunks)
         ]
 
@@ -454,7 +456,10 @@ class RowKernel:
         dtype = dtype_of(self.plan, view)
         if cutlass.const_expr(self.plan.column not in view.labels):
             if here.valid and here.lane == 0:
-                put(self.start(view, here.tensors, here.row), value.to(dtype))
+                at = self.start(view, here.tensors, here.row)
+                if cutlass.const_expr(self.plan.parted):
+                    at = at + here.strip * view.stride(f"{self.plan.column}.{AxisKind.GRID}")
+                put(at, value.to(dtype))
         else:
             registers = stored(value, (self.vector, self.chunks), dtype)
             if here.valid:
