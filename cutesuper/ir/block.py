@@ -106,7 +106,8 @@ class BlockOp:
             labels: ``columns``, and None as its ``rows``. Positions are those of the whole label,
             regardless of the axes that split it. A ``load`` through a table of pages has its name
             as ``table``, one of rows that an index names has the name of the index as ``index``;
-            ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor. A
+            ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor. One
+            of partial results that are pairs (`PAIR`) has ``pairs=True``. A
             ``store`` that puts rows into a tensor has the name of the ``index``, the dimension
             ``dim`` whose places it names, and as ``base`` the input that ``tensor`` is but for
             these rows; ``map`` is that of the rows. Element-wise operators: their own.
@@ -142,7 +143,10 @@ class BlockOp:
 
     @property
     def places(self) -> bool:
-        """True if the result is places of elements, of a part or of all."""
+        """True if the result is places of elements, of a part or of all.
+        The partial results that a load brings are those of a part."""
+        if self.kind == LOAD:
+            return bool(self.attributes.get("pairs"))
         ends = self.kind in ENDING
         how = monoid(self.attributes["op"]) if ends else self.facets.reduces
         return how is not None and how.places

@@ -39,6 +39,8 @@ MAX_COLUMN = 32 * 32
 MAX_RESIDENT = 65536 - 32 * LARGE
 #: longest row in a cluster
 MAX_CLUSTER_ROW = 262144
+#: longest row of which places are found: they are numbers of fp32
+MAX_PLACE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -245,12 +247,15 @@ def _fits_a_cluster(program: LabelledProgram, row: str) -> bool:
 
 def _check_parts(program: LabelledProgram, row: str) -> None:
     """Refuse elements that are needed again when their row is reduced. Raises SearchError."""
-    before = reduced_before(program)
+    before, length = reduced_before(program), extent(program.dims[row])
     reduced = [i for op in program.ops if op.over == row for i in op.inputs]
+    found = [how for op in program.ops if (how := op.facets.reduces) is not None and how.places]
+    if found and length > MAX_PLACE:
+        raise SearchError(f"{found[0].noun} in a row of {length} elements; at most {MAX_PLACE}")
     stored = [i for i, m in program.outputs if row in labels_of(m)]
     if any(row in before[i] for i in (*reduced, *stored)):
         raise SearchError(
-            f"elements of rows of {program.dims[row]} are needed again after a reduction along "
+            f"elements of rows of {length} are needed again after a reduction along "
             f"them; a cluster holds {MAX_CLUSTER_ROW}: another kernel reads them again"
         )
 

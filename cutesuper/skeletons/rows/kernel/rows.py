@@ -16,6 +16,7 @@ from cutesuper.device.fragments import (
     combine,
     element_of,
     fragment,
+    joined,
     neutral,
     packed,
     reduced,
@@ -206,7 +207,10 @@ class RowKernel:
                 if op.facets.selects and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
                     source = ahead[op.inputs[0]]
                 total = self.reduce(op.kind, source, n, here)
-                values[i] = result(op.facets.reduces.name, total) * plan.program.factor(op)
+                if plan.parted and op.places:
+                    values[i] = joined(total)
+                else:
+                    values[i] = result(op.facets.reduces.name, total) * plan.program.factor(op)
             elif op.facets.scans:
                 lane = Lane(here.thread, here.lane, here.group, self.inside(here.first))
                 values[i] = Scan(plan, i, here.slots, lane).of(args[0])
@@ -349,6 +353,8 @@ class RowKernel:
         else:
             registers = self.registers(view)
             self.read_row(view, here, registers)
+        if self.plan.program.ops[i].places:
+            return registers
         if self.plan.column not in view.labels:
             return registers[0].to(Float32) if registers.element_type.is_float else registers[0]
         return widen(registers)
