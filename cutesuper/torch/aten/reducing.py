@@ -155,11 +155,13 @@ def reduced_shape(x: Value, dims: Sequence[int], keep: bool) -> Value:
     return Value(tuple(left), tuple(p for p in leaves(x.absent) if p not in gone))
 
 
-def _reduced(s: Shapes, node: fx.Node, a: Arguments) -> Value:
-    """The dimensions of the result of a reduction, whose dimensions must stay whole."""
+def _reduced(s: Shapes, node: fx.Node, a: Arguments, places: bool = False) -> Value:
+    """The dimensions of the result of a reduction, whose dimensions must stay whole.
+    ``places``: all that are reduced are one row, in which places count."""
     x = s.of(a["self"])
     dims = reduced_dims(node, a, len(x.dims))
-    s.reduced(node, reduced_together(x, dims))
+    row = _joined(x, dims)
+    s.reduced(node, ([row] if row else []) if places else reduced_together(x, dims))
     return reduced_shape(x, dims, bool(a.get("keepdim", False)))
 
 
@@ -231,9 +233,12 @@ class Reduction(Entry):
         dtype = fake(a["self"]).dtype
         if dtype not in FLOATS or a.get("dtype") not in (None, *FLOATS):
             raise Unsupported(node, f"computes {a.get('dtype') or dtype}")
-        return _reduced(s, node, a)
+        return _reduced(s, node, a, self.finds_places and reads_places(node))
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        if self.finds_places and reads_places(node):
+            for run in b.shapes.runs[node]:
+                b.one(node, run)
         t, slots = whole_tensor(b, node, a["self"])
         made = along(b, node, t, slots, b.shapes.runs[node], self.formula, self.of_equal)
         return replace(made, tensor=b.g.mul(t, 1.0)) if made.tensor is t else made
@@ -244,21 +249,6 @@ class _Place(Reduction):
     """Places of the largest or smallest elements, along one dimension or in the whole tensor."""
 
     finds_places = True
-
-    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        value = super().shape(s, node, a)
-        _check_places(s, node)
-        return value
-
-
-def _check_places(s: Shapes, node: fx.Node) -> None:
-    """Check that places are those in rows that a kernel holds. Raises Unsupported."""
-    if len(s.runs[node]) > 1:
-        raise Unsupported(
-            node,
-            "gives places in rows that are reduced in parts: several dimensions of few rows, or "
-            f"more than {MAX_CLUSTER_ROW} elements ({MAX_ROW} of the only row)",
-        )
 
 
 @dataclass(frozen=True)
@@ -277,10 +267,7 @@ class _Extreme(Reduction):
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         value = super().shape(s, node, a)
-        if not reads_places(node):
-            return value, None
-        _check_places(s, node)
-        return value, value
+        return value, value if reads_places(node) else None
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         places = replace(self, formula=self.place, of_equal=None)

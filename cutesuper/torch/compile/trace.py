@@ -575,6 +575,9 @@ def regions_of(
             reason = _complex(node) or found.refused.get(node) or _reason(node)
             raise refusal(TraceError, name, node, reason)
     if not (found.regions or recorded) and not any(map(_needs_no_region, graph.nodes)):
+        for node in found.refused:
+            if (entry := entry_of(node)) is not None and entry.finds_places:
+                raise refusal(TraceError, name, node, found.refused[node])
         raise TraceError(
             f"superoptimize({name}): it computes nothing that kernels could: nothing but moves, "
             "sorts, masks, or numbers in other types than float16, bfloat16 and float32. Leave it "
