@@ -27,7 +27,7 @@ from cutesuper.ir.block import ENDING, CLUSTER_REDUCE, GRID_REDUCE, STORE, AxisK
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.skeletons.form import ALIGN, FOLDED, check_index, check_symbols
-from cutesuper.skeletons.rows.roles import row_label
+from cutesuper.skeletons.rows.roles import row_label, walks_one_way
 from cutesuper.skeletons.rows.schedule import LARGE, MAX_ROW
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit
 from cutesuper.targets import Target
@@ -189,11 +189,13 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     if not {*counted, *moved} <= {row}:
         places = shown(sorted({*counted, *moved}))
         raise SearchError(f"positions along {places}, and rows run along {row}")
-    if moved and _exceeds_a_block(program, row):
+    walked = extent(program.dims[row]) > MAX_ROW and walks_one_way(program.ops, bool(reduced))
+    if moved and not walked and _exceeds_a_block(program, row):
         kinds = shown(sorted({op.kind for op in program.ops if op.facets.turns}))
         raise SearchError(
             f"{kinds} along rows of {program.dims[row]} elements; a block holds one row of all "
-            f"tensors, {MAX_ROW} elements at most"
+            f"tensors, {MAX_ROW} elements at most, and walks along longer ones for sums up to each "
+            "element, or from each on, alone"
         )
     clustered = bool(reduced) and _exceeds_a_block(program, row)
     if clustered or counted:

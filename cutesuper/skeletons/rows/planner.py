@@ -23,6 +23,7 @@ from cutesuper.skeletons.rows.roles import (
     loop_column,
     row_label,
     walks,
+    walks_one_way,
     with_row_reciprocals,
 )
 from cutesuper.skeletons.rows.schedule import (
@@ -257,9 +258,11 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
         program, arguments, column, rows, loads, stores, reductions, (),
         RowSchedule(1, 1, 1, 1),
     )  # fmt: skip
-    if (reductions or plan.scans) and schedule is None and plan.part > MAX_ROW:
+    one_way = walks_one_way(program.ops, bool(reductions))
+    held = plan.length if plan.scans and not one_way else plan.part
+    if (reductions or plan.scans) and schedule is None and held > MAX_ROW:
         raise LoweringError(
-            f"{where}: rows of {plan.part} elements are longer than the {MAX_ROW} that one block "
+            f"{where}: rows of {held} elements are longer than the {MAX_ROW} that one block "
             "holds in registers"
         )
     chosen = schedule or replace(
@@ -375,7 +378,8 @@ def _order(
 def _strips(plan: RowPlan) -> BlockProgram:
     """The program with the tiles that the kernel really uses."""
     program = plan.program
-    tile = dict.fromkeys(plan.rows, 1) | {plan.column: plan.width}
+    width = max(plan.width, plan.length) if plan.walked else plan.width
+    tile = dict.fromkeys(plan.rows, 1) | {plan.column: width}
     left = plan.schedule.rows
     for d in reversed(plan.rows):  # blocks take neighbouring rows
         dim = program.dims[d]

@@ -40,7 +40,7 @@ from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
 from cutesuper.targets import Target
 from cutesuper.torch.aten.graph_builder import CONDITIONS, INTEGERS
-from cutesuper.torch.aten.table import is_free, is_known, moves
+from cutesuper.torch.aten.table import entry_of, is_free, is_known, moves
 from cutesuper.torch.compile.call_form import children_of, constant_fact
 from cutesuper.torch.compile.changes import settle_changes, updates_buffer
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex

@@ -15,6 +15,7 @@ from cutlass.cutlass_dsl import select_
 from cutesuper.device.fragments import (
     combine,
     element_of,
+    filled,
     fragment,
     joined,
     neutral,
@@ -56,6 +57,7 @@ class Here:
         valid: true if its row exists.
         strip: strip or part of the row that its block has.
         first: its first element in the row.
+        carried: by sum up to each element, that of all that the block has walked over.
     """
 
     tensors: list[cute.Tensor]
@@ -68,6 +70,7 @@ class Here:
     valid: Any
     strip: Any
     first: Any
+    carried: dict[int, Any]
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,9 @@ class RowKernel:
         self.length = extent(plan.program.dims[plan.column])
         self.ragged = self.length % plan.width != 0 or self.length < plan.width
         self.row_blocks_of = s.rows
-        self.strips = ceil_div(self.length, plan.width)
+        #: strips of a row, and those that have a block of their own
+        self.count = ceil_div(self.length, plan.width)
+        self.strips = 1 if plan.walked else self.count
         #: True if block indices run through the rows first; neighbouring blocks read neighbouring
         #: memory
         self.rows_first = s.interleaved or self.strips == 1
@@ -164,7 +169,21 @@ class RowKernel:
 
     @cute.jit
     def work(self, tensors, slots, tidx, bx, by):
-        """The rows of one block."""
+        """The rows of one block, or its strips of them."""
+        plan = self.plan
+        if cutlass.const_expr(not plan.walked):
+            self.strip(tensors, slots, tidx, bx, by, {})
+        else:
+            carried = {i: filled(plan.scan_words, 0.0) for i in plan.scans}
+            forth = [not plan.program.ops[i].attributes["reverse"] for i in plan.scans]
+            for n in cutlass.range(self.count, unroll=1):
+                at = n if cutlass.const_expr(all(forth)) else self.count - 1 - n
+                cute.arch.sync_threads()
+                self.strip(tensors, slots, tidx, bx, at, carried)
+
+    @cute.jit
+    def strip(self, tensors, slots, tidx, bx, by, carried: cutlass.Constexpr):
+        """A strip of the rows of one block."""
         plan = self.plan
         lane, group = tidx % self.lanes, tidx // self.lanes
         if cutlass.const_expr(plan.schedule.interleaved):
@@ -175,7 +194,7 @@ class RowKernel:
 
         # rows past the end read the last one
         inside = cutlass.min(row, self.row_count(tensors) - 1)
-        here = Here(tensors, slots, tidx, lane, group, row, inside, valid, by, first)
+        here = Here(tensors, slots, tidx, lane, group, row, inside, valid, by, first, carried)
         places = self.places(here)
         ahead = self.read_ahead(here, bx * self.row_blocks_of)
         values = self.evaluate(ahead, here)
@@ -213,7 +232,7 @@ class RowKernel:
                     values[i] = result(op.facets.reduces.name, total) * plan.program.factor(op)
             elif op.facets.scans:
                 lane = Lane(here.thread, here.lane, here.group, self.inside(here.first))
-                values[i] = Scan(plan, i, here.slots, lane).of(args[0])
+                values[i] = Scan(plan, i, here.slots, lane, here.carried.get(i)).of(args[0])
             elif op.facets.turns:
                 values[i] = self.turn(args[0], lookup(op.kind), here)
             else:
@@ -450,9 +469,9 @@ class RowKernel:
     def inside(self, first: Any) -> list[Any]:
         """Predicates of the accesses of a fragment that are true inside the row.
         None if true for all lanes."""
-        each, parted = self.lanes * self.vector, self.plan.parted and self.ragged
+        each, ends = self.lanes * self.vector, self.ragged and self.count > 1
         return [
-            first + c * each < self.length if parted or (c + 1) * each > self.length else None
+            first + c * each < self.length if ends or (c + 1) * each > self.length else None
             for c in range(self.chunks)
         ]
 
