@@ -70,8 +70,9 @@ class RowForm:
         return (Split(tuple(kinds), parted=self.row if self.parted else None),)
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """True for every element-wise operator on complete values."""
-        return not state.pending
+        """True for every element-wise operator on complete values.
+        On those of parts too: sums of exponentials are shifted by the maximum of a part."""
+        return self.parted or not state.pending
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
         """True for reductions along the row."""
@@ -250,12 +251,11 @@ def _fits_a_cluster(program: LabelledProgram, row: str) -> bool:
 def _check_parts(program: LabelledProgram, row: str) -> None:
     """Refuse elements that are needed again when their row is reduced. Raises SearchError."""
     before, length = reduced_before(program), extent(program.dims[row])
-    reduced = [i for op in program.ops if op.over == row for i in op.inputs]
     found = [how for op in program.ops if (how := op.facets.reduces) is not None and how.places]
     if found and length > MAX_PLACE:
         raise SearchError(f"{found[0].noun} in a row of {length} elements; at most {MAX_PLACE}")
     stored = [i for i, m in program.outputs if row in labels_of(m)]
-    if any(row in before[i] for i in (*reduced, *stored)):
+    if any(row in before[i] for i in stored):
         raise SearchError(
             f"elements of rows of {length} are needed again after a reduction along "
             f"them; a cluster holds {MAX_CLUSTER_ROW}: another kernel reads them again"
