@@ -39,6 +39,7 @@ from cutesuper.ir.check import check_kernel_graph, check_mugraph
 from cutesuper.ir.definitions import added
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT
+from cutesuper.search.again import computed_again
 from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_of_form_us, least_us
 from cutesuper.search.cuts import (
     MAX_SEGMENT,
@@ -299,6 +300,9 @@ class _Search:
 
     def _variants(self, plain: Flat) -> Iterator[Flat]:
         yield plain
+        again = computed_again(self.graph)
+        if again is not None:
+            yield self._flat(again)
         summed = summed_first(self.graph)
         if summed is not None:
             yield self._flat(summed)
