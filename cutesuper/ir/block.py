@@ -76,8 +76,8 @@ NAMES = ("tensor", *THROUGH)
 #: attributes of a store that puts rows into a tensor at the places that an index names, and the
 #: operator that it does the work of
 PUTTING, PUT = ("index", "base", "dim"), "put_rows"
-#: type of a partial result that is a pair of a number and its place: the bits of the number in fp32,
-#: which count most, then those of the place
+#: type of a partial result that is a pair of a number and its place: the bits of the number in
+#: fp32, which count most, then those of the place
 PAIR = int64
 #: operations that end an axis: they combine the partial results of its parts
 ENDING = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
@@ -106,9 +106,8 @@ class BlockOp:
             labels: ``columns``, and None as its ``rows``. Positions are those of the whole label,
             regardless of the axes that split it. A ``load`` through a table of pages has its name
             as ``table``, one of rows that an index names has the name of the index as ``index``;
-            ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor. One
-            of partial results that are pairs (`PAIR`) has ``pairs=True``. A
-            ``store`` that puts rows into a tensor has the name of the ``index``, the dimension
+            ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor.
+            One of partial results that are pairs (`PAIR`) has ``pairs=True``. A ``store`` that puts rows into a tensor has the name of the ``index``, the dimension
             ``dim`` whose places it names, and as ``base`` the input that ``tensor`` is but for
             these rows; ``map`` is that of the rows. Element-wise operators: their own.
     """

@@ -20,7 +20,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isnan
 
-from cutesuper.ir.block import LOAD, STORE, AxisKind, BlockOp, BlockProgram, Copy, MuGraph, TensorSpec
+from cutesuper.ir.block import (
+    LOAD,
+    STORE,
+    AxisKind,
+    BlockOp,
+    BlockProgram,
+    Copy,
+    MuGraph,
+    TensorSpec,
+)
 from cutesuper.ir.graph import KernelGraph, Node, Tensor
 from cutesuper.ir.operators.base import (
     CONSTANT,

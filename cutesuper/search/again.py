@@ -4,8 +4,8 @@ Where no kernel holds a row, a kernel that reduces it ends before others go on w
 function of them that is reduced, and needed again, would be stored and read; it costs less to read
 what it is computed from.
 
-before: ``e = exp(x - max(x))``, ``div(e, sum(e))``: the maximum, e and its sum, the quotient; after:
-the maximum and ``sum(exp(x - max(x)))`` in one pass, then ``div(exp(x - max(x)), sum)``.
+before: ``e = exp(x - max(x))``, ``div(e, sum(e))``: the maximum, e and its sum, the quotient;
+after: the maximum and ``sum(exp(x - max(x)))`` in one pass, then ``div(exp(x - max(x)), sum)``.
 """
 
 from __future__ import annotations

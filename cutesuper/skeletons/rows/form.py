@@ -23,7 +23,7 @@ from cutesuper.egraph.products import labels_of, shown
 from cutesuper.egraph.reductions import operand_labels, reduced_before
 from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
-from cutesuper.ir.block import ENDING, CLUSTER_REDUCE, GRID_REDUCE, STORE, AxisKind, BlockProgram
+from cutesuper.ir.block import CLUSTER_REDUCE, ENDING, GRID_REDUCE, STORE, AxisKind, BlockProgram
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.skeletons.form import ALIGN, FOLDED, check_index, check_symbols

@@ -107,7 +107,8 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def parted(self) -> bool:
-        """True if the grid divides rows that are reduced: each block leaves the result of a part."""
+        """True if the grid divides rows that are reduced.
+        Each block leaves the result of a part."""
         return bool(self.reductions) and any(a.dim == self.column for a in self.program.axes)
 
     @property
