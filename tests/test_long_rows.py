@@ -22,7 +22,6 @@ from cutesuper.ir.dims import MAX_ELEMENTS
 from cutesuper.ir.serial import dumps, loads
 from cutesuper.ir.unseen import followed
 from cutesuper.pipeline import check_definition
-from cutesuper.search import again
 from cutesuper.skeletons.kernel import arguments
 from cutesuper.skeletons.legality import refuse_many_rows
 from cutesuper.skeletons.planner import make_plan
@@ -151,7 +150,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that hold short rows only."""
     limits = {"MAX_CLUSTER_ROW": 512, "MAX_ROW": 256, "SHORT": 128, "PART": 64, "WALKED": 128}
     limits |= {"SHORTEST_PART": 64, "LONGEST_PART": 128, "MAX_STRIDED": 64}
-    for module in (reducing, form, sizes, plan, planner, again):
+    for module in (reducing, form, sizes, plan, planner):
         for name in limits.keys() & vars(module).keys():
             monkeypatch.setattr(module, name, limits[name])
     monkeypatch.setattr(reducing, "ROWS", 8)

@@ -15,8 +15,7 @@ from math import prod
 from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT, lookup
-from cutesuper.skeletons.rows.form import MAX_CLUSTER_ROW
-from cutesuper.skeletons.rows.schedule import MAX_ROW
+from cutesuper.skeletons.registry import SKELETONS
 
 
 def computed_again(graph: KernelGraph) -> KernelGraph | None:
@@ -40,12 +39,12 @@ def computed_again(graph: KernelGraph) -> KernelGraph | None:
 
 
 def _is_long(graph: KernelGraph, i: int) -> bool:
-    """True if neither a block nor a cluster holds the rows that a node reduces."""
+    """True if no kernel holds the rows that a node reduces."""
     node = graph.nodes[i]
     shape = graph.nodes[node.inputs[0]].shape
     whole = extent(shape[node.attributes["dim"]])
     alone = prod(map(extent, shape)) == whole
-    return whole > (MAX_ROW if alone else MAX_CLUSTER_ROW)
+    return any(skeleton.divides(whole, alone) for skeleton in SKELETONS)
 
 
 class _Again:

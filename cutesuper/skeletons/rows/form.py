@@ -239,6 +239,11 @@ def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:
     return whole > MAX_ROW or tensors * whole > MAX_RESIDENT
 
 
+def exceeds_a_cluster(length: int, alone: bool) -> bool:
+    """True if neither a block nor a cluster holds a row; ``alone``: it is the only one."""
+    return length > (MAX_ROW if alone else MAX_CLUSTER_ROW)
+
+
 def _fits_a_cluster(program: LabelledProgram, row: str) -> bool:
     """True if a cluster can hold one of several rows."""
     try:

@@ -16,7 +16,7 @@ from cutesuper.skeletons.form import Form, needs_positions, single_reduction, un
 from cutesuper.skeletons.legality import without_running_state
 from cutesuper.skeletons.rows.cost import least_ramp_us
 from cutesuper.skeletons.rows.explain import row_lines, row_loop_lines
-from cutesuper.skeletons.rows.form import PersistentForm, RowForm, row_form
+from cutesuper.skeletons.rows.form import PersistentForm, RowForm, exceeds_a_cluster, row_form
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.planner import plan_of
 from cutesuper.skeletons.rows.roles import row_label
@@ -40,6 +40,10 @@ class Rows(Skeleton):
         if reason is not None:
             raise SearchError(reason)
         return row_form(region, program, target)
+
+    def divides(self, length: int, alone: bool) -> bool:
+        """True for rows that neither a block nor a cluster holds."""
+        return exceeds_a_cluster(length, alone)
 
     def least_us(
         self, program: LabelledProgram, form: Any, target: Target, memory_us: float
