@@ -15,18 +15,22 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper.errors import LoweringError, SearchError, ShapeError
-from cutesuper.ir.block import KernelStep
+from cutesuper.errors import GraphError, LoweringError, SearchError, ShapeError
+from cutesuper.ir.block import LOAD, KernelStep
+from cutesuper.ir.check import check_mugraph
 from cutesuper.ir.dims import MAX_ELEMENTS
+from cutesuper.ir.serial import dumps, loads
 from cutesuper.ir.unseen import followed
 from cutesuper.pipeline import check_definition
 from cutesuper.skeletons.kernel import arguments
 from cutesuper.skeletons.legality import refuse_many_rows
 from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows import form, plan, planner, sizes
 from cutesuper.skeletons.rows.plan import RowLoopPlan
 from cutesuper.targets import H200
 from cutesuper.torch.aten import reducing
 from cutesuper.verify.numeric import acceptable
+from tests.mutants import change
 from tests.test_search_rows import found, rows
 
 Function = Callable[..., Tensor]
@@ -113,9 +117,9 @@ def test_maxima_over_a_middle_dimension_walk(outer: int) -> None:
     """Blocks meet where several share rows; one that has all of its rows waits for nobody."""
     g = rows((outer, 2048, 96), build=lambda g, x: g.max(x, 1))
     mu = found(g).candidates[0].mugraph
-    plan = make_plan(mu.steps[0], followed(mu), H200)
-    assert isinstance(plan, RowLoopPlan) and plan.alone == (outer == 300)
-    assert plan.outer_count == outer and len(plan.scratch) == 2 - plan.alone
+    made = make_plan(mu.steps[0], followed(mu), H200)
+    assert isinstance(made, RowLoopPlan) and made.alone == (outer == 300)
+    assert made.outer_count == outer and len(made.scratch) == 2 - made.alone
 
 
 @pytest.mark.gpu
@@ -144,9 +148,12 @@ LONG: dict[str, tuple[Function, tuple[tuple[int, ...], ...], int]] = {
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that hold short rows only."""
-    limits = {"MAX_CLUSTER_ROW": 512, "MAX_ROW": 256, "SHORT": 128, "PART": 64, "ROWS": 8}
-    for name, limit in limits.items():
-        monkeypatch.setattr(reducing, name, limit)
+    limits = {"MAX_CLUSTER_ROW": 512, "MAX_ROW": 256, "SHORT": 128, "PART": 64, "WALKED": 128}
+    limits |= {"SHORTEST_PART": 64, "LONGEST_PART": 128, "MAX_STRIDED": 64}
+    for module in (reducing, form, sizes, plan, planner):
+        for name in limits.keys() & vars(module).keys():
+            monkeypatch.setattr(module, name, limits[name])
+    monkeypatch.setattr(reducing, "ROWS", 8)
 
 
 @pytest.mark.gpu
@@ -156,10 +163,175 @@ def test_rows_that_no_kernel_holds(short: None, name: str) -> None:
     check(f, tuple(randn(*s) for s in shapes), kernels)
 
 
-def test_rows_of_a_prime_length_are_refused(short: None) -> None:
-    x = torch.empty(2, 262147, dtype=torch.bfloat16)
-    with pytest.raises(SearchError, match="a reduction over 262147 elements; a cluster holds"):
-        cs.superoptimize(lambda x: F.softmax(x, -1), (x,), target="h200")
+def _loss(x: Tensor) -> Tensor:
+    return F.cross_entropy(x, torch.arange(0, 1000, 300).cuda())
+
+
+#: the same along lengths without a small factor
+PRIME: dict[str, tuple[Function, tuple[int, ...], int]] = {
+    "softmax": (lambda x: F.softmax(x, -1), (6, 1543), 3),
+    "log softmax, one row": (lambda x: F.log_softmax(x, -1), (1, 1031), 3),
+    "sum": (lambda x: x.sum(), (1031,), 2),
+    "mean and maximum": (lambda x: x.mean(-1) + x.amax(-1), (3, 1031), 2),
+    "norm": (lambda x: x.norm(dim=-1), (3, 1031), 2),
+    "rms norm": (lambda x: F.rms_norm(x, x.shape[-1:]), (3, 1031), 3),
+    "layer norm": (lambda x: F.layer_norm(x, x.shape[-1:]), (3, 1031), 5),
+    "deviation": (lambda x: x.std(-1), (3, 1031), 4),
+    "strided": (lambda x: x.prod(0), (1031, 3), 2),
+    "sums up to each": (lambda x: x.softmax(-1).cumsum(-1), (3, 1031), 4),
+    "nucleus": (lambda x: x.cumsum(-1), (1, 1031), 1),
+    "loss": (_loss, (4, 1031), 6),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", small(PRIME, "softmax", "sum", "mean and maximum", "rms norm", "sums up to each")
+)
+def test_rows_of_a_prime_length(short: None, name: str) -> None:
+    """A part of a row that ends before it is filled up with what changes nothing."""
+    f, shape, kernels = PRIME[name]
+    check(f, (randn(*shape) / 2,), kernels)
+
+
+#: those that take the whole length
+PLACES: dict[str, tuple[Function, tuple[int, ...]]] = {
+    "one row": (lambda x: x.argmax(-1), (1, 1031)),
+    "least": (lambda x: x.argmin(-1), (3, 1030)),
+    "whole tensor": (lambda x: x.argmax(), (5, 7, 264)),
+    "middle": (lambda x: x.argmax(1), (2, 1031, 3)),
+    "largest": (lambda x: x.max(-1).indices, (4, 1032)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", small(PLACES, "one row", "whole tensor", "largest"))
+def test_places_in_rows_that_no_kernel_holds(short: None, name: str) -> None:
+    """Of equal elements the first, and NaN before all others, in whichever part they are."""
+    f, shape = PLACES[name]
+    x = randn(*shape)
+    for value in (None, 1.5, float("-inf"), float("nan")):
+        if value is not None:
+            x[..., shape[-1] // 2 :] = value
+        given = x.cuda()
+        program = cs.superoptimize(f, (given,))
+        assert len(program.regions[0].kernel.kernels) == 2
+        assert torch.equal(program(given), f(given))
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+def test_a_token_of_gpt2() -> None:
+    x = randn(1, 50257).cuda()
+    assert torch.equal(cs.superoptimize(lambda x: x.argmax(-1), (x,))(x), x.argmax(-1))
+
+
+#: graphs made by hand, and the most kernels
+BY_HAND: dict[str, tuple[Callable[..., Any], Function, tuple[int, ...], int]] = {
+    "softmax": (lambda g, x: g.softmax(x, 1), lambda x: x.softmax(1), (8, 1536), 3),
+    "logsumexp": (lambda g, x: g.logsumexp(x, 1), lambda x: x.logsumexp(1, True), (7, 1031), 2),
+    "sum": (lambda g, x: g.sum(x, 1), lambda x: x.sum(1, True), (1, 1024), 2),
+    "norm": (
+        lambda g, x: g.rms_norm(x, None, eps=1e-6),
+        lambda x: F.rms_norm(x, x.shape[1:], eps=1e-6),
+        (3, 1031),
+        3,
+    ),
+    "cumsum": (lambda g, x: g.cumsum(x, 1), lambda x: x.cumsum(1), (70, 1031), 1),
+    "from each on": (
+        lambda g, x: g.cumsum(x, 1, reverse=True),
+        lambda x: x.flip(1).cumsum(1).flip(1),
+        (3, 1024),
+        1,
+    ),
+    "there and back": (
+        lambda g, x: g.cumsum(g.cumsum(x, 1), 1, reverse=True),
+        lambda x: x.cumsum(1).flip(1).cumsum(1).flip(1),
+        (3, 1031),
+        2,
+    ),
+    "places": (lambda g, x: g.argmax(x, 1), lambda x: x.argmax(1, True), (7, 1031), 2),
+    "places of columns": (lambda g, x: g.argmax(x, 0), lambda x: x.argmax(0, True), (1031, 3), 2),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", small(BY_HAND, "softmax", "logsumexp", "cumsum", "places"))
+def test_graphs_made_by_hand(short: None, name: str) -> None:
+    """Some rows have parts of nothing but -inf, which a maximum of a part must not turn to NaN."""
+    build, f, shape, most = BY_HAND[name]
+    g = rows(shape, build=build, dtype="float32")
+    kernel = cs.superoptimize(g)
+    assert len(kernel.kernels) <= most
+    x = randn(*shape).float()
+    if name in ("softmax", "logsumexp", "places"):
+        x[0, :300], x[1], x[2, 5] = float("-inf"), float("-inf"), float("inf")
+        x[3, 700], x[4] = float("nan"), 1.5
+    exact = f(x.double()).double()
+    torch.testing.assert_close(
+        kernel(x.cuda()).cpu().double(), exact, rtol=1e-5, atol=1e-5, equal_nan=True
+    )
+
+
+#: at the sizes that need it
+DIVIDED: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "softmax": (lambda g, x: g.softmax(x, 1), (8, 393216)),
+    "softmax, one row": (lambda g, x: g.softmax(x, 1), (1, 50257)),
+    "log softmax": (lambda g, x: g.log_softmax(x, 1), (8, 393217)),
+    "places": (lambda g, x: g.argmax(x, 1), (4, 400000)),
+    "places, one row": (lambda g, x: g.argmax(x, 1), (1, 151936)),
+    "cumsum": (lambda g, x: g.cumsum(x, 1), (2, 1000003)),
+    "norm": (lambda g, x: g.rms_norm(x, None), (8, 393217)),
+    "sum": (lambda g, x: g.sum(x, 1), (1, 1 << 22)),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_long_rows_are_searched_and_verified(name: str) -> None:
+    build, shape = DIVIDED[name]
+    mu = found(rows(shape, build=build)).candidates[0].mugraph
+    assert loads(dumps(mu)) == mu
+    tensors = followed(mu)
+    assert all(make_plan(step, tensors, H200) for step in mu.steps)
+
+
+def test_pairs_are_loaded_as_pairs() -> None:
+    """Numbers and places that blocks leave are combined; their words are no numbers."""
+    mu = found(rows((4, 400000), build=lambda g, x: g.argmax(x, 1))).candidates[0].mugraph
+    [load] = [i for i, op in enumerate(mu.steps[1].program.ops) if op.kind == LOAD]
+    attributes = dict(mu.steps[1].program.ops[load].attributes)
+    del attributes["pairs"]
+    with pytest.raises(GraphError, match="is not loaded as pairs of numbers and places"):
+        check_mugraph(change(mu, 1, load, attributes=attributes))
+
+
+def test_places_are_numbers_of_fp32(short: None) -> None:
+    x = torch.empty(1 << 25, dtype=torch.bfloat16)
+    with pytest.raises(SearchError, match="in a row of 33554432 elements; at most 16777216"):
+        cs.superoptimize(lambda x: x.argmax(), (x,), target="h200")
+
+
+# -------------------------------------------------------------------------------- single elements
+
+ONE: dict[str, tuple[Callable[..., Any], Function, tuple[tuple[int, ...], ...]]] = {
+    "relu": (lambda g, x: g.relu(x), lambda x: x.relu(), ((1, 1),)),
+    "of one dimension": (lambda g, x: g.exp(x), lambda x: x.exp(), ((1,),)),
+    "product": (lambda g, x, y: g.matmul(x, y), lambda x, y: x @ y, ((1, 1), (1, 1))),
+    "mean": (lambda g, x: g.mean(x, 1) + g.square(x), lambda x: x + x * x, ((1, 1),)),
+    "broadcast": (lambda g, x, y: g.sub(x, y), lambda x, y: x - y, ((1, 1, 1), (1, 1))),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", small(ONE, "relu", "product"))
+def test_tensors_of_one_element(name: str) -> None:
+    build, f, shapes = ONE[name]
+    g = cs.new_kernel_graph()
+    g.mark_output(build(g, *(g.new_input(s, "bfloat16") for s in shapes)))
+    inputs = [randn(*s).cuda() for s in shapes]
+    exact = f(*(x.double() for x in inputs))
+    report = acceptable(cs.superoptimize(g)(*inputs), exact, f(*inputs), cs.bfloat16)
+    assert report, report.message
 
 
 def test_rows_are_divided_where_they_have_factors() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass.cute as cute
 import numpy as np
-from cutlass import BFloat16, Float16, Float32, Int16, Int32
+from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op, select_
 
@@ -110,6 +110,18 @@ def shuffled(x: Any, distance: int) -> Any:
     return element_of([cute.arch.shuffle_sync_bfly(w, distance) for w in words(x)])
 
 
+def joined(pair: Any) -> Int64:
+    """A pair of a number and its place as a word; see `cutesuper.ir.block.PAIR`."""
+    number, place = (Float32(x) for x in pair)
+    high, low = Int64(number.bitcast(Int32)), Int64(place.to(Int32))
+    return high << 32 | low
+
+
+def apart(word: Int64) -> tuple[Float32, Float32]:
+    """The inverse of `joined`."""
+    return Int32(word >> 32).bitcast(Float32), Int32(word).to(Float32)
+
+
 def result(kind: str, x: Any) -> Any:
     """The result of a reduction: of a pair the place."""
     return x[1] if monoid(kind).places else x
@@ -126,12 +138,14 @@ def reduced(
 
     Args:
         kind: name of the monoid.
-        fragment: ``(vector, accesses)`` in fp32, or packed elements.
+        fragment: ``(vector, accesses)`` in fp32, packed elements, or words of `joined`.
         inside: for each access a predicate that is true inside the row, or None if it always is.
             Rows are whole accesses, so that there is no comparison for each element.
         first: column of the thread in the row, for monoids of pairs.
         starts: for each access the columns before it, from ``first``; they ascend.
     """
+    if not isinstance(fragment, cute.TensorSSA) and fragment.element_type is Int64:
+        return _of_pairs(kind, fragment, inside)
     if not isinstance(fragment, cute.TensorSSA) and monoid(kind).packed is None:
         fragment = widen(fragment)
     if isinstance(fragment, cute.TensorSSA):
@@ -150,6 +164,17 @@ def reduced(
     if isinstance(fragment, cute.TensorSSA):
         return total(kind, values)
     return _packed_total(kind, values, fragment.element_type)
+
+
+def _of_pairs(kind: str, fragment: cute.Tensor, inside: Sequence[Any]) -> Any:
+    """A thread's pairs combined; see `reduced`."""
+    each, found = cute.size(fragment.shape) // len(inside), []
+    for n in range(cute.size(fragment.shape)):
+        own, nothing, valid = apart(fragment[n]), neutral(kind), inside[n // each]
+        if valid is not None:
+            own = tuple(Float32(select_(valid, *x)) for x in zip(own, nothing, strict=True))
+        found.append(own)
+    return tree(kind, found)
 
 
 def words_of(registers: cute.Tensor) -> list[Int32]:

@@ -135,7 +135,8 @@ def _choices(chain: _Chain) -> tuple[tuple[int, Derivation], ...]:
 
 
 class Partial(NamedTuple):
-    """A tensor of partial results between the two kernels of a structure, in float32.
+    """A tensor of partial results between the two kernels of a structure.
+    Its type is that of `BlockProgram.partials`.
 
     ``map``: for each dimension its label, or the grid axis that leaves one slice for each part.
     """
@@ -267,7 +268,9 @@ class _Builder:
             axis = self.table.split.parted_axis
             mapping = tuple(self.parts if d == axis else d for d in tensor.map)
             dims = self._ordered(frozenset(mapping))
-            self.index[key] = self._add(LOAD, (), dims, {"tensor": tensor.name, "map": mapping})
+            pairs = {"pairs": True} if self.first.ops[self.first.place(i)].places else {}
+            given = {"tensor": tensor.name, "map": mapping, **pairs}
+            self.index[key] = self._add(LOAD, (), dims, given)
         return self.index[key]
 
     def _add(

@@ -655,6 +655,9 @@ class _Unification:
         """A readable name for every class of dimensions that needs a label."""
         wanted = self._larger()
         wanted |= self._single_rows(wanted)
+        if not wanted:  # all tensors have one element, in a row
+            outputs = [v for v in self.region.outputs if v.order]
+            wanted = {self.find((v.value, v.order[-1])) for v in outputs}
         names: dict[Slot, str] = {}
         used: Counter[str] = Counter()
         for slot, name in self._roles():

@@ -26,7 +26,7 @@ from typing import Any
 
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
-from cutesuper.ir.dtypes import DType
+from cutesuper.ir.dtypes import DType, float32, int64
 from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, facets
 from cutesuper.ir.operators.monoid import monoid
 
@@ -76,6 +76,9 @@ NAMES = ("tensor", *THROUGH)
 #: attributes of a store that puts rows into a tensor at the places that an index names, and the
 #: operator that it does the work of
 PUTTING, PUT = ("index", "base", "dim"), "put_rows"
+#: type of a partial result that is a pair of a number and its place: the bits of the number in
+#: fp32, which count most, then those of the place
+PAIR = int64
 #: operations that end an axis: they combine the partial results of its parts
 ENDING = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 
@@ -103,10 +106,11 @@ class BlockOp:
             labels: ``columns``, and None as its ``rows``. Positions are those of the whole label,
             regardless of the axes that split it. A ``load`` through a table of pages has its name
             as ``table``, one of rows that an index names has the name of the index as ``index``;
-            ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor. A
-            ``store`` that puts rows into a tensor has the name of the ``index``, the dimension
-            ``dim`` whose places it names, and as ``base`` the input that ``tensor`` is but for
-            these rows; ``map`` is that of the rows. Element-wise operators: their own.
+            ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor.
+            One of partial results that are pairs (`PAIR`) has ``pairs=True``. A ``store`` that puts
+            rows into a tensor has the name of the ``index``, the dimension ``dim`` whose places
+            it names, and as ``base`` the input that ``tensor`` is but for these rows; ``map`` is that
+            of the rows. Element-wise operators: their own.
     """
 
     kind: str
@@ -139,7 +143,10 @@ class BlockOp:
 
     @property
     def places(self) -> bool:
-        """True if the result is places of elements, of a part or of all."""
+        """True if the result is places of elements, of a part or of all.
+        The partial results that a load brings are those of a part."""
+        if self.kind == LOAD:
+            return bool(self.attributes.get("pairs"))
         ends = self.kind in ENDING
         how = monoid(self.attributes["op"]) if ends else self.facets.reduces
         return how is not None and how.places
@@ -261,6 +268,19 @@ class BlockProgram:
     def stores(self) -> tuple[BlockOp, ...]:
         """All store operations."""
         return tuple(op for op in self.ops if op.kind == STORE)
+
+    def partials(self) -> dict[str, TensorSpec]:
+        """The tensors in which blocks leave partial results, one slice for each part of an axis.
+        Numbers in fp32; pairs of numbers and places as `PAIR` says."""
+        parts: dict[str, Dim] = {a.name: self.parts(a) for a in self.axes}
+        found: dict[str, TensorSpec] = {}
+        for op in self.stores():
+            name, mapping = op.attributes["tensor"], op.attributes["map"]
+            if not parts.keys().isdisjoint(mapping):
+                dtype = PAIR if self.ops[op.inputs[0]].places else float32
+                shape = tuple(parts[d] if d in parts else self.dims[d] for d in mapping)
+                found[name] = TensorSpec(name, shape, dtype)
+        return found
 
     def resized(
         self, dims: dict[str, Dim], extents: Mapping[str, int | None], tile: dict[str, int]

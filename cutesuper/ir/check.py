@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -16,6 +16,7 @@ from cutesuper.ir.block import (
     ENDING,
     GRID_REDUCE,
     LOAD,
+    PAIR,
     PUT,
     PUTTING,
     STORE,
@@ -502,11 +503,14 @@ def check_mugraph(mu: MuGraph) -> None:
     parts = {name: mu.parts(name) for name in mu.outputs}
     _check_parts(mu, parts)
     known = {*mu.inputs, *(p for name in mu.inputs for p in mu.parts(name))}
+    pairs = set[str]()
     for step in mu.steps:
         check_block_program(step.program)
         for op in (*step.program.loads(), *step.program.stores()):
             _check_map(mu, step.program, op, f"muGraph, kernel {step.name}")
-        _check_integers(mu, step)
+        _check_integers(mu, step, pairs)
+        found = step.program.partials()
+        pairs |= {name for name, t in found.items() if t.dtype == PAIR}
         unknown = [n for n in step.reads if n not in known]
         if unknown:
             raise GraphError(f"muGraph, kernel {step.name}: reads {unknown[0]} before it is made")
@@ -611,9 +615,9 @@ def _put(mu: MuGraph, op: BlockOp, where: str) -> Shape:
     return (*into.shape[:dim], *places, *into.shape[dim + 1 :])
 
 
-def _check_integers(mu: MuGraph, step: KernelStep) -> None:
+def _check_integers(mu: MuGraph, step: KernelStep, pairs: Collection[str]) -> None:
     """Check that integers are operands of operators or indices of loads that take them.
-    Their types are those that these take."""
+    Their types are those that these take. ``pairs``: names of partial results that are pairs."""
     where, ops = f"muGraph, kernel {step.name}", step.program.ops
     _check_places(ops, where)
     for i, op in enumerate(ops):
@@ -633,6 +637,12 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
             raise GraphError(
                 f"{where}: {name} is {dtype}, and takes places (argmax), which are int64"
             )
+        if op.kind == LOAD and op.places != (name in pairs):
+            raise GraphError(
+                f"{where}: {name} is {'' if op.places else 'not '}loaded as pairs of numbers and "
+                "places; partial results of argmax are, and nothing else"
+            )
+        places = places or op.places
         if integers and not places and (op.kind == STORE or len(takers) < len(uses)):
             raise GraphError(f"{where}: {name} is {dtype}, and only lengths, tables and labels are")
         if operator is None:
@@ -649,8 +659,9 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
 def _check_places(ops: Sequence[BlockOp], where: str) -> None:
     """Check that places of elements are combined and stored, and nothing else is done with them."""
     for i, op in enumerate(ops):
-        given = any(ops[j].places for j in op.inputs)
-        if op.kind != STORE and given != (op.places and op.kind in ENDING):
+        given = [ops[j] for j in op.inputs if ops[j].places]
+        combines = op.places and (op.kind in ENDING or any(o.kind == LOAD for o in given))
+        if op.kind not in (LOAD, STORE) and bool(given) != combines:
             raise GraphError(
                 f"{where}: {op.kind} (operation {i}) of {shown(op.inputs)}: places of elements are "
                 "combined by argmax and stored, and nothing else is done with them"

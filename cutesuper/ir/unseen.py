@@ -20,7 +20,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isnan
 
-from cutesuper.ir.block import LOAD, STORE, BlockOp, BlockProgram, Copy, MuGraph, TensorSpec
+from cutesuper.ir.block import (
+    LOAD,
+    STORE,
+    AxisKind,
+    BlockOp,
+    BlockProgram,
+    Copy,
+    MuGraph,
+    TensorSpec,
+)
 from cutesuper.ir.graph import KernelGraph, Node, Tensor
 from cutesuper.ir.operators.base import (
     CONSTANT,
@@ -186,7 +195,8 @@ def guarded(program: BlockProgram, tensors: Mapping[str, TensorSpec]) -> BlockPr
 
     before: ``sub(x, top)``, ``div(e, sum)``; after: ``sub(x, maximum(top, -3.4e38))``,
     ``div(e, sum + at_least(sum, 0) at_least(0, sum))``: a few instructions for a value of the row.
-    If nothing can be hidden, the same program is returned.
+    A maximum of a part of a row, which the grid divides, is guarded in any case. If nothing can be
+    hidden, the same program is returned.
 
     Args:
         program: a kernel's program.
@@ -281,7 +291,17 @@ class _Guards(Copy):
         args = [self.fates[j] for j in op.inputs]
         if hides_difference(op.kind, args) or empties_quotient(op.kind, args):
             return op.kind
-        return None
+        return op.kind if self._shifts_a_part(op) else None
+
+    def _shifts_a_part(self, op: BlockOp) -> bool:
+        """True if the maximum of a part of a row is subtracted.
+        It may be -inf where that of the row is not."""
+        if not op.facets.subtracts:
+            return False
+        top = self.old.ops[op.inputs[1]]
+        how, over = top.facets.reduces, top.attributes.get("over")
+        grid = any(a.kind == AxisKind.GRID for a in self.old.axes_of(str(over)))
+        return how is not None and how.selects and grid
 
     def _once(self, kind: str, i: int) -> int:
         if (kind, i) not in self.made:

@@ -322,11 +322,11 @@ class _RegionSearch:
         self,
         by: Recognized,
         space: Space,
-        finish: Callable[[BlockProgram, Split], BlockProgram | None] = lambda program, _: program,
+        finish: Callable[[BlockProgram, Split], BlockProgram | None] | None = None,
     ) -> Iterator[Way]:
         """Sized programs of all splits of a form that the lowering supports.
 
-        ``finish``: adds the operations that were not searched.
+        ``finish``: adds the operations that were not searched, to a program of one kernel.
         """
         keep = self.options.programs_per_split
         for split in by.form.splits(space.program):
@@ -334,7 +334,10 @@ class _RegionSearch:
             if not structures:
                 return  # a split with one axis more is not feasible either
             for _, found in structures:
-                program = finish(found.programs[0], split)
+                if len(found.programs) == 2:
+                    yield from [] if finish else self._in_parts(by, found)
+                    continue
+                program = finish(found.programs[0], split) if finish else found.programs[0]
                 if program is not None:
                     yield from self._sized(by, program)
 
@@ -355,6 +358,21 @@ class _RegionSearch:
         if best:  # else a program of any form may still run it
             number = self._number(program)
             yield from (Way((s.program,), (), (s.cost,), number, True) for s in best)
+
+    def _in_parts(self, by: Recognized, found: Structure) -> Iterator[Way]:
+        """Ways in two kernels, of which the second combines what blocks of the first leave."""
+        number = self._number(*found.programs)
+        for first in self._sized(by, found.programs[0]):
+            program = _with_parts(found, first.programs[0])
+            setting = self.setting.beside(first.programs[0].partials())
+            sized = by.skeleton.restructured(program, setting)
+            if sized is None:
+                continue
+            sizes = by.skeleton.sizes(*sized, setting, self.counts.pruned)
+            for second in cheapest(sizes, 1):
+                programs = (*first.programs, second.program)
+                costs = (*first.costs, second.cost)
+                yield Way(programs, found.partials, costs, number, True)
 
     def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
         """The program as written; the part up to the last reduction is searched if it is short."""

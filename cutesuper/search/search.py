@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,10 +37,9 @@ from cutesuper.ir.block import (
 from cutesuper.ir.border import inside, whole_mugraph, with_copies
 from cutesuper.ir.check import check_kernel_graph, check_mugraph
 from cutesuper.ir.definitions import added
-from cutesuper.ir.dims import Dim
-from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT
+from cutesuper.search.again import computed_again
 from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_of_form_us, least_us
 from cutesuper.search.cuts import (
     MAX_SEGMENT,
@@ -324,6 +323,9 @@ class _Search:
 
     def _variants(self, plain: Flat) -> Iterator[Flat]:
         yield plain
+        again = computed_again(self.graph)
+        if again is not None:
+            yield self._flat(again)
         summed = summed_first(self.graph)
         if summed is not None:
             yield self._flat(summed)
@@ -644,9 +646,9 @@ def assemble(flat: Flat, cut: Cut) -> MuGraph:
     for segment, way in cut.steps:
         names = {f"in{j}": name for j, name in enumerate(segment.reads)}
         names |= {f"out{j}": name for j, name in enumerate(segment.writes)}
-        for p in way.partials:
+        for p in way.programs[0].partials().values():
             name = names[p.name] = flat.fresh(f"partial{len(tensors)}")
-            tensors[name] = TensorSpec(name, _extents(way.programs[0], p.map), float32)
+            tensors[name] = replace(p, name=name)
         through = {f"in{j}": name for j, name in enumerate(segment.through) if name is not None}
         for p, (base, index) in zip(segment.region.put, segment.put, strict=True):
             names |= {f"base{p.output}": base, f"place{p.output}": index}
@@ -665,12 +667,6 @@ def _written(segment: Segment) -> dict[str, TensorSpec]:
         shapes[p.output] = p.base
     stored = zip(segment.writes, shapes, region.output_dtypes, strict=True)
     return {name: TensorSpec(name, shape, dtype) for name, shape, dtype in stored}
-
-
-def _extents(program: BlockProgram, mapping: Iterable[str]) -> tuple[Dim, ...]:
-    return tuple(
-        program.dims[d] if d in program.dims else program.parts(program.axis(d)) for d in mapping
-    )
 
 
 def _renamed(program: BlockProgram, names: dict[str, str], through: dict[str, str]) -> BlockProgram:

@@ -403,6 +403,15 @@ class Skeleton(ABC):
         """An equivalent program, tried if nothing was found; None if there is none."""
         return None
 
+    def divides(self, length: int, alone: bool) -> bool:
+        """True if several kernels reduce a row of this length.
+
+        Args:
+            length: elements of the row.
+            alone: True if it is the only row.
+        """
+        return False
+
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
         """Cost of a derivation while sizes are unknown."""
         return additive_price(table, None, target, itemsize)

@@ -8,7 +8,7 @@ H200 the candidates of 24 cases come out within 5% in the mean. Constants stand 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
 from typing import Any
@@ -71,6 +71,10 @@ class Setting:
     def itemsizes(self) -> dict[str, int]:
         """Bytes of an element of every tensor, by name."""
         return {name: t.dtype.itemsize for name, t in self.tensors.items()}
+
+    def beside(self, tensors: Mapping[str, TensorSpec]) -> Setting:
+        """The same with more tensors."""
+        return replace(self, tensors={**self.tensors, **tensors})
 
 
 def additive_price(table: Table, staged: str | None, target: Target, itemsize: int) -> Price:

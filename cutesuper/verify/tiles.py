@@ -327,7 +327,7 @@ class BlockRun:
                 args = [a.masked(x, valid) for x in args]
             return a.matmul(args[0], args[1], over)
         assert op.facets.reduces is not None
-        if op.facets.reduces.places:
+        if op.facets.reduces.places and not self.program.ops[op.inputs[0]].places:
             mapped = self.layout.labels[label]
             places = np.arange(prod(mapped.extents)).reshape(mapped.extents)
             args = [a.placed(args[0], mapped.parts, _cut_window(mapped.parts, places, window))]
@@ -342,7 +342,7 @@ class BlockRun:
         name = _tensor(op)
         if i not in self.q_wanted:
             value = self.a.without_q(value)
-        if self.program.ops[op.inputs[0]].places:
+        if self.program.ops[op.inputs[0]].places and name not in self.program.partials():
             value = self.a.place(value)
         out[name] = self.a.store(value, self.layout.mapped(op), window, out.get(name))
 

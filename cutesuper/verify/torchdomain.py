@@ -20,7 +20,7 @@ from cutesuper.verify.tiles import Mapped, Window
 #: stands for infinity: larger than any number of fp32
 _INFINITE = 1e300
 #: the last bits of a float64 that hold a place: rows have at most 2^20 elements
-_PLACES = (1 << 20) - 1
+_PLACES = (1 << 24) - 1
 
 
 @dataclass(frozen=True, eq=False)

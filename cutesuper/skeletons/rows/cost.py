@@ -38,7 +38,8 @@ def _resident(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:
     sections = plan.sections if isinstance(plan, RowPlan) else (plan,)
     rows = sum(_rows(s) for s in sections)
     elements = rows * plan.length
-    sms = min(target.sms, rows if reductions else ceil_div(elements, ROW_ELEMENTS))
+    blocks = rows * plan.parts if reductions else ceil_div(elements, ROW_ELEMENTS)
+    sms = min(target.sms, blocks)
     moved = plan.moved_bytes
     taken = sum(
         _rows(s) * (plan.length if plan.column in v.labels else 1) * plan.itemsize(v)

@@ -1,6 +1,7 @@
 """Rows as rules for the search.
 
-`RowForm`: whole rows are resident in a block or in a cluster, and tensors have any order.
+`RowForm`: whole rows are resident in a block or in a cluster, and tensors have any order. Of rows
+that neither holds, blocks reduce a part each, and a second kernel combines what they leave.
 
 `PersistentForm`: blocks visit rows in turn, because values are summed over them.
 ``dx[M, N] = f(x, dy, ..)`` and ``dw[N] = sum over M of g(x, dy, ..)``: the grid divides the rows, a
@@ -22,11 +23,11 @@ from cutesuper.egraph.products import labels_of, shown
 from cutesuper.egraph.reductions import operand_labels, reduced_before
 from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
-from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, STORE, AxisKind, BlockProgram
+from cutesuper.ir.block import CLUSTER_REDUCE, ENDING, GRID_REDUCE, STORE, AxisKind, BlockProgram
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.skeletons.form import ALIGN, FOLDED, check_index, check_symbols
-from cutesuper.skeletons.rows.roles import row_label
+from cutesuper.skeletons.rows.roles import row_label, walks_one_way
 from cutesuper.skeletons.rows.schedule import LARGE, MAX_ROW
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit
 from cutesuper.targets import Target
@@ -38,6 +39,8 @@ MAX_COLUMN = 32 * 32
 MAX_RESIDENT = 65536 - 32 * LARGE
 #: longest row in a cluster
 MAX_CLUSTER_ROW = 262144
+#: longest row of which places are found: they are numbers of fp32
+MAX_PLACE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,27 @@ class RowForm:
             `skeletons.rows.roles.row_label`.
         reduced: True if anything is reduced over it, or moved along it.
         clustered: True if a row is longer than one block can hold: a cluster shares it.
+        parted: True if it is longer than a cluster can hold: each block leaves a partial result.
     """
 
     row: str
     reduced: bool
     clustered: bool = False
+    parted: bool = False
     vectors = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
-        """One split: the reduced label whole, or divided by a cluster; all others are grid axes."""
-        along = (AxisKind.CLUSTER,) if self.clustered else ()
+        """One split: the reduced label whole, or divided by a cluster or the grid.
+        All others are grid axes."""
+        along = (AxisKind.CLUSTER,) if self.clustered else (AxisKind.GRID,) if self.parted else ()
         whole = self.row if self.reduced else None
         kinds = ((d, along if d == whole else (AxisKind.GRID,)) for d in program.dims)
-        return (Split(tuple(kinds)),)
+        return (Split(tuple(kinds), parted=self.row if self.parted else None),)
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """True for every element-wise operator on complete values."""
-        return not state.pending
+        """True for every element-wise operator on complete values.
+        On those of parts too: sums of exponentials are shifted by the maximum of a part."""
+        return self.parted or not state.pending
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
         """True for reductions along the row."""
@@ -76,8 +83,9 @@ class RowForm:
         return False
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Always None: there is nothing more to refuse."""
-        return None
+        """Refuse parts of rows that blocks would have to meet for."""
+        meets = self.parted and any(op.kind in ENDING for op in program.ops)
+        return "parts of rows that meet in one launch" if meets else None
 
 
 @dataclass(frozen=True)
@@ -182,21 +190,25 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     if not {*counted, *moved} <= {row}:
         places = shown(sorted({*counted, *moved}))
         raise SearchError(f"positions along {places}, and rows run along {row}")
-    if moved and _exceeds_a_block(program, row):
+    walked = extent(program.dims[row]) > MAX_ROW and walks_one_way(program.ops, bool(reduced))
+    if moved and not walked and _exceeds_a_block(program, row):
         kinds = shown(sorted({op.kind for op in program.ops if op.facets.turns}))
         raise SearchError(
             f"{kinds} along rows of {program.dims[row]} elements; a block holds one row of all "
-            f"tensors, {MAX_ROW} elements at most"
+            f"tensors, {MAX_ROW} elements at most, and walks along longer ones for sums up to each "
+            "element, or from each on, alone"
         )
     clustered = bool(reduced) and _exceeds_a_block(program, row)
     if clustered or counted:
         check_index(region)
-    if (clustered or counted) and len(program.dims) == 1:
-        why = "long" if clustered else "with positions"
+    if counted and len(program.dims) == 1:
         raise SearchError(
-            f"one row of {program.dims[row]} elements, {why}: "
+            f"one row of {program.dims[row]} elements, with positions: "
             "the row loop walks along a label of the rows; make their number a cutesuper.symbol()"
         )
+    if clustered and not counted and not _fits_a_cluster(program, row):
+        _check_parts(program, row)
+        return RowForm(row, True, parted=True)
     if clustered:
         check_cluster_row(program, row)
     through = bool(region.taken or region.put or moved)
@@ -225,6 +237,34 @@ def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:
     """True if a block cannot hold one row of all tensors that have rows."""
     whole, tensors = extent(program.dims[row]), _with_rows(program, row)
     return whole > MAX_ROW or tensors * whole > MAX_RESIDENT
+
+
+def exceeds_a_cluster(length: int, alone: bool) -> bool:
+    """True if neither a block nor a cluster holds a row; ``alone``: it is the only one."""
+    return length > (MAX_ROW if alone else MAX_CLUSTER_ROW)
+
+
+def _fits_a_cluster(program: LabelledProgram, row: str) -> bool:
+    """True if a cluster can hold one of several rows."""
+    try:
+        check_cluster_row(program, row)
+    except SearchError:
+        return False
+    return len(program.dims) > 1
+
+
+def _check_parts(program: LabelledProgram, row: str) -> None:
+    """Refuse elements that are needed again when their row is reduced. Raises SearchError."""
+    before, length = reduced_before(program), extent(program.dims[row])
+    found = [how for op in program.ops if (how := op.facets.reduces) is not None and how.places]
+    if found and length > MAX_PLACE:
+        raise SearchError(f"{found[0].noun} in a row of {length} elements; at most {MAX_PLACE}")
+    stored = [i for i, m in program.outputs if row in labels_of(m)]
+    if any(row in before[i] for i in stored):
+        raise SearchError(
+            f"elements of rows of {length} are needed again after a reduction along "
+            f"them; a cluster holds {MAX_CLUSTER_ROW}: another kernel reads them again"
+        )
 
 
 def _better_in_a_cluster(program: LabelledProgram, row: str, target: Target) -> bool:

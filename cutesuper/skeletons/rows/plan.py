@@ -31,6 +31,7 @@ from cutesuper.skeletons.rows.schedule import (
     LARGE,
     LARGE_HELD,
     MAX_LOADED,
+    MAX_ROW,
     RowLoopSchedule,
     RowSchedule,
     power_of_two,
@@ -41,6 +42,8 @@ from cutesuper.targets import Target
 LINE = 128
 #: fewest columns that a block adds up at a time: a sector of L2 in fp32
 SLICE = 8
+#: elements of a row that a block sums up at a time where it walks along the row
+WALKED = 8192
 #: most rows that a thread reads at a time if each block has a slice of all rows
 MAX_SLICE_ROWS = 4
 #: most warps of a cluster that send their part of a row to all blocks; with more, those of a block
@@ -99,8 +102,31 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def whole(self) -> bool:
-        """True if the threads of a row must have all of it."""
+        """True if the threads of a row must have all of it, or all of its part."""
         return bool(self.reductions or self.scans) or self.turns
+
+    @property
+    def parted(self) -> bool:
+        """True if the grid divides rows that are reduced.
+        Each block leaves the result of a part."""
+        return bool(self.reductions) and any(a.dim == self.column for a in self.program.axes)
+
+    @property
+    def walked(self) -> bool:
+        """True if a block walks along a row that it sums up, and has a part of it at a time."""
+        return bool(self.scans) and not self.reductions and self.length > MAX_ROW
+
+    @property
+    def part(self) -> int:
+        """Elements of a row that a block has at a time."""
+        if self.parted:
+            return self.program.tile[self.column]
+        return WALKED if self.walked else self.length
+
+    @property
+    def parts(self) -> int:
+        """Number of blocks that divide a row which is reduced."""
+        return ceil_div(self.length, self.part) if self.parted else 1
 
     @property
     def threads(self) -> int:

@@ -23,6 +23,7 @@ from cutesuper.skeletons.rows.roles import (
     loop_column,
     row_label,
     walks,
+    walks_one_way,
     with_row_reciprocals,
 )
 from cutesuper.skeletons.rows.schedule import (
@@ -257,9 +258,11 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
         program, arguments, column, rows, loads, stores, reductions, (),
         RowSchedule(1, 1, 1, 1),
     )  # fmt: skip
-    if (reductions or plan.scans) and schedule is None and plan.length > MAX_ROW:
+    one_way = walks_one_way(program.ops, bool(reductions))
+    held = plan.length if plan.scans and not one_way else plan.part
+    if (reductions or plan.scans) and schedule is None and held > MAX_ROW:
         raise LoweringError(
-            f"{where}: rows of {plan.length} elements are longer than the {MAX_ROW} that one block "
+            f"{where}: rows of {held} elements are longer than the {MAX_ROW} that one block "
             "holds in registers"
         )
     chosen = schedule or replace(
@@ -282,8 +285,10 @@ def _row_fault(plan: RowPlan) -> str | None:
             f"{plan.threads} threads with {held} elements each do not fit into the registers; at "
             f"most {MAX_PER_THREAD} with {MAX_THREADS // 2} threads, half of that with more"
         )
-    if plan.whole and plan.width < plan.length:
-        return f"{s.lanes} lanes of {held} elements do not cover rows of {plan.length}"
+    if plan.whole and plan.width < plan.part:
+        return f"{s.lanes} lanes of {held} elements do not cover rows of {plan.part}"
+    if plan.parted and plan.width > plan.part:
+        return f"{s.lanes} lanes of {held} elements are more than parts of {plan.part}"
     if plan.scans and s.interleaved:
         return "interleaved=True, and the lanes of a row that is summed up are neighbours"
     aligned = plan.length % (2 * s.vector) == 0 and not s.interleaved
@@ -373,7 +378,8 @@ def _order(
 def _strips(plan: RowPlan) -> BlockProgram:
     """The program with the tiles that the kernel really uses."""
     program = plan.program
-    tile = dict.fromkeys(plan.rows, 1) | {plan.column: plan.width}
+    width = max(plan.width, plan.length) if plan.walked else plan.width
+    tile = dict.fromkeys(plan.rows, 1) | {plan.column: width}
     left = plan.schedule.rows
     for d in reversed(plan.rows):  # blocks take neighbouring rows
         dim = program.dims[d]
@@ -383,7 +389,7 @@ def _strips(plan: RowPlan) -> BlockProgram:
     axes: list[Axis] = []
     for d, t in tile.items():
         dim = program.dims[d]
-        if d == plan.column and plan.whole:
+        if d == plan.column and plan.whole and not plan.parted:
             continue
         parts = None if isinstance(dim, Symbol) else ceil_div(extent(dim), t)
         axes.append(Axis(d, AxisKind.GRID, parts))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from cutesuper.egraph.labelled import LabelledOp
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import (
     ACCUMULATE,
@@ -17,6 +18,7 @@ from cutesuper.ir.block import (
     LOAD,
     STORE,
     AxisKind,
+    BlockOp,
     BlockProgram,
 )
 from cutesuper.ir.dims import Dim, Symbol, extent
@@ -63,10 +65,20 @@ def walks(program: BlockProgram, target: Target) -> bool:
     if len(along) != 1 or len(program.dims) == 1:
         return False
     (row,) = along
+    if program.parts_along(row, AxisKind.GRID) > 1:
+        return False
     tensors = sum(row in op.dims and len(op.dims) > 1 for op in program.loads())
     maps = [op.attributes["map"] for op in (*program.loads(), *program.stores())]
     contiguous = all(m[-1] == row for m in maps if row in m)
     return contiguous and walks_long(target, tensors, extent(program.dims[row]))
+
+
+def walks_one_way(ops: Sequence[BlockOp | LabelledOp], reduced: bool) -> bool:
+    """True if a block may walk along rows: it sums them up to each element, or from each on.
+    Nothing else is done along the rows."""
+    along = [op for op in ops if op.facets.turns]
+    ways = {op.attributes.get("reverse") for op in along}
+    return not reduced and all(op.facets.scans for op in along) and len(ways) == 1
 
 
 def find_roles(program: BlockProgram, column: str, where: str) -> Roles:

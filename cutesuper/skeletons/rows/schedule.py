@@ -188,9 +188,9 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     """The schedule of a row kernel whose own is not known yet."""
     reduces = bool(plan.reductions or plan.scans)
     contiguous = [v for v in plan.views if v.contiguous(plan.column)]
-    if reduces and not contiguous and plan.length <= MAX_STRIDED and not plan.scans:
-        lanes = min(WARP, power_of_two(ceil_div(plan.length, 32)))
-        chunks = ceil_div(plan.length, lanes)
+    if reduces and not contiguous and plan.part <= MAX_STRIDED and not plan.scans:
+        lanes = min(WARP, power_of_two(ceil_div(plan.part, 32)))
+        chunks = ceil_div(plan.part, lanes)
         rows = SETTINGS.choose(target, "strided", held=chunks)["rows"]
         return RowSchedule(lanes, 1, chunks, rows, interleaved=True)
     vector = _vector(plan)
@@ -204,9 +204,9 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
         return RowSchedule(lanes, vector, chunks, 32, interleaved=True)
     vector, accesses = _accesses(plan, target, vector)
     threads = _setting(plan, target, "row_threads")["threads"]
-    lanes = min(threads, power_of_two(ceil_div(plan.length, vector * accesses)))
+    lanes = min(threads, power_of_two(ceil_div(plan.part, vector * accesses)))
     lanes = lanes if reduces else _strip(plan.length, vector, lanes)
-    chunks = ceil_div(plan.length, lanes * vector)
+    chunks = ceil_div(plan.part, lanes * vector)
     chunks = chunks if reduces else min(accesses, chunks)
     return RowSchedule(lanes, vector, chunks, _rows_of_a_block(plan, target, lanes, accesses))
 
@@ -223,8 +223,8 @@ def _setting(plan: RowPlan, target: Target, decision: str, **more: float) -> Map
     """The measured knobs of a decision about a row kernel."""
     features = {
         "reduced": bool(plan.reductions or plan.scans),
-        "length": plan.length,
-        "rows_per_sm": plan.row_count / target.sms,
+        "length": plan.part,
+        "rows_per_sm": plan.row_count * plan.parts / target.sms,
         **more,
     }
     return SETTINGS.choose(target, decision, **features)
@@ -242,7 +242,7 @@ def _accesses(plan: RowPlan, target: Target, vector: int) -> tuple[int, int]:
 
     def halved(most: int) -> bool:
         """True if twice as many threads, at most as many as given, can have half as much each."""
-        return 2 * ceil_div(plan.length, vector * accesses) <= most
+        return 2 * ceil_div(plan.part, vector * accesses) <= most
 
     at_once = _setting(plan, target, "at_once")["elements"]
     inputs = sum(plan.column in v.labels for v in plan.loads.values())
@@ -259,7 +259,7 @@ def _rows_of_a_block(plan: RowPlan, target: Target, lanes: int, accesses: int) -
     """Rows of a block: full warps, as many threads as measured, but not fewer blocks than SMs."""
     threads = _setting(plan, target, "block_threads", accesses=accesses)["threads"]
     rows = max(1, threads // lanes)
-    while rows > max(1, WARP // lanes) and ceil_div(plan.row_count, rows) < target.sms:
+    while rows > max(1, WARP // lanes) and ceil_div(plan.row_count * plan.parts, rows) < target.sms:
         rows //= 2
     return rows
 

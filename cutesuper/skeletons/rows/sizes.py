@@ -21,12 +21,15 @@ from cutesuper.skeletons.form import ALIGN
 from cutesuper.skeletons.rows.cost import price
 from cutesuper.skeletons.rows.form import PersistentForm, RowForm
 from cutesuper.skeletons.rows.planner import frame, plan_of, resized
+from cutesuper.skeletons.rows.schedule import MAX_ROW, MAX_STRIDED
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit
 
 #: rows of a tile of visited rows
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 #: elements of visited rows along which nothing is reduced: the grid divides them
 STRIPS = (1024, 2048, 4096, 8192)
+#: elements of parts of rows that are combined in a second kernel, and most such parts
+SHORTEST_PART, LONGEST_PART, MOST_PARTS = 1024, 8192, 4096
 #: cluster sizes in blocks; more than 8 are not portable
 CLUSTERS = (2, 4, 8, 16)
 
@@ -59,6 +62,26 @@ def cluster_sizes(
         tile = {d: _part(whole, cluster) if d == row else 1 for d in structure.dims}
         inner = {a.name: cluster for a in structure.of_kind(AxisKind.CLUSTER)}
         yield from _priced(resize(structure, tile, inner), setting, pruned)
+
+
+def part_sizes(
+    structure: BlockProgram, form: RowForm, setting: Setting, pruned: Counter[str]
+) -> Iterator[Sized]:
+    """The only size of parts of rows that no cluster holds.
+    As long as a block reduces them well, but no fewer parts than multiprocessors, and no more than
+    a second kernel combines."""
+    row, whole = form.row, extent(structure.dims[form.row])
+    loads = [op for op in structure.loads() if row in op.dims]
+    strided = all(op.attributes["map"][-1] != row for op in loads)
+    rows = prod(extent(n) for d, n in structure.dims.items() if d != row)
+    part = MAX_STRIDED if strided else LONGEST_PART
+    while part > SHORTEST_PART and rows * ceil_div(whole, part) < setting.target.sms:
+        part //= 2
+    while not strided and part < MAX_ROW and ceil_div(whole, part) > MOST_PARTS:
+        part *= 2
+    tile = {d: part if d == row else 1 for d in structure.dims}
+    program = resize(structure, tile, {})
+    yield from _priced(program, setting.beside(program.partials()), pruned)
 
 
 def _priced(program: BlockProgram, setting: Setting, pruned: Counter[str]) -> Iterator[Sized]:

@@ -16,12 +16,12 @@ from cutesuper.skeletons.form import Form, needs_positions, single_reduction, un
 from cutesuper.skeletons.legality import without_running_state
 from cutesuper.skeletons.rows.cost import least_ramp_us
 from cutesuper.skeletons.rows.explain import row_lines, row_loop_lines
-from cutesuper.skeletons.rows.form import PersistentForm, RowForm, row_form
+from cutesuper.skeletons.rows.form import PersistentForm, RowForm, exceeds_a_cluster, row_form
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.planner import plan_of
 from cutesuper.skeletons.rows.roles import row_label
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule, RowSchedule
-from cutesuper.skeletons.rows.sizes import cluster_sizes, persistent_sizes, row_sizes
+from cutesuper.skeletons.rows.sizes import cluster_sizes, part_sizes, persistent_sizes, row_sizes
 from cutesuper.targets import Target
 
 
@@ -41,6 +41,10 @@ class Rows(Skeleton):
             raise SearchError(reason)
         return row_form(region, program, target)
 
+    def divides(self, length: int, alone: bool) -> bool:
+        """True for rows that neither a block nor a cluster holds."""
+        return exceeds_a_cluster(length, alone)
+
     def least_us(
         self, program: LabelledProgram, form: Any, target: Target, memory_us: float
     ) -> float:
@@ -53,19 +57,20 @@ class Rows(Skeleton):
         """Sizes by the kind of rows; see `rows.sizes`."""
         if isinstance(form, PersistentForm):
             return persistent_sizes(structure, form, setting, pruned)
-        sizes = cluster_sizes if form.clustered else row_sizes
+        sizes = cluster_sizes if form.clustered else part_sizes if form.parted else row_sizes
         return sizes(structure, form, setting, pruned)
 
     def restructured(
         self, program: BlockProgram, setting: Setting
     ) -> tuple[BlockProgram, Form] | None:
-        """Rows along the reduced label or the last one, if all axes are grid axes."""
+        """Rows along the reduced label or the last one, if all axes are grid axes.
+        None for parts of rows, whose number another kernel knows."""
         reduced = single_reduction(program)
         if not reduced and reduced is not None:
             reduced = list({op.attributes["along"]: None for op in program.ops if op.facets.turns})
         if reduced is None or any(a.kind != AxisKind.GRID for a in program.axes):
             return None
-        if any(op.facets.contracts for op in program.ops):
+        if any(op.facets.contracts for op in program.ops) or program.partials():
             return None
         stored = [[d for d in op.attributes["map"] if d] for op in program.stores()]
         read = [[d for d in op.attributes["map"] if d] for op in program.loads()]

@@ -354,8 +354,10 @@ class Builder:
     def _is_one_row(self, value: Value) -> bool:
         """True if rows and the elements in them have become one dimension.
         As in purely element-wise work: kernels walk over rows, of which there may be any number. (A
-        row that others have rows of is one.)"""
+        row that others have rows of is one, and one that is reduced as a whole.)"""
         present = value.present()
+        if any(leaves(run) == present for runs in self.shapes.runs.values() for run in runs):
+            return False
         last = leaves(value.dims[-1]) if value.dims else ()
         return 0 < len(last) < len(present) and len(self.groups(present)) == 1
 

@@ -42,6 +42,7 @@ from cutesuper.torch.aten.table import (
     Entry,
     enter,
     enter_all,
+    entry_of,
     integers,
     number,
     reads_places,
@@ -71,11 +72,12 @@ def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
     return sorted(d % rank for d in integers(node, given))
 
 
-def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
+def reduced_together(x: Value, dims: Sequence[int], combined: bool) -> list[Dims]:
     """The dimensions that are reduced, last ones first.
     Adjacent ones are one, except the last of all where there are few rows: it is a row then, rows
-    are reduced first, and where they meet next. Rows that are too long for a kernel are divided,
-    and their parts meet together with the rows where they are few."""
+    are reduced first, and where they meet next. Rows that are too long for a kernel are divided
+    where there are several, and their parts meet together with the rows where they are few. One
+    alone is divided if its parts are ``combined`` by a formula; else the search divides it."""
     runs: list[list[int]] = []
     last = len(x.dims) - 1
     many = _one_row(x, dims)
@@ -85,7 +87,7 @@ def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
         else:
             runs.append([d])
     found = [tuple(f for d in run for f in x.dims[d]) for run in reversed(runs)]
-    if dims and dims[-1] == last and found[0]:
+    if dims and dims[-1] == last and found[0] and (combined or len(runs) > 1):
         part, *parts = divided(found[0], alone=equal(_count(x, dims), 1))
         beside = len(runs) > 1 and runs[-2][-1] == last - 1
         if parts and beside and not x.absent and _short(whole := (*found[1], *parts[0])):
@@ -155,12 +157,23 @@ def reduced_shape(x: Value, dims: Sequence[int], keep: bool) -> Value:
     return Value(tuple(left), tuple(p for p in leaves(x.absent) if p not in gone))
 
 
-def _reduced(s: Shapes, node: fx.Node, a: Arguments) -> Value:
-    """The dimensions of the result of a reduction, whose dimensions must stay whole."""
+def _reduced(s: Shapes, node: fx.Node, a: Arguments, combined: bool = False) -> Value:
+    """The dimensions of the result of a reduction, whose dimensions must stay whole.
+    Where places count, they are one row. ``combined``: see `reduced_together`."""
     x = s.of(a["self"])
     dims = reduced_dims(node, a, len(x.dims))
-    s.reduced(node, reduced_together(x, dims))
+    if _counts_places(node):
+        row = _joined(x, dims)
+        s.reduced(node, [row] if row else [])
+    else:
+        s.reduced(node, reduced_together(x, dims, combined))
     return reduced_shape(x, dims, bool(a.get("keepdim", False)))
+
+
+def _counts_places(node: fx.Node) -> bool:
+    """True if places of elements are a result that is used."""
+    entry = entry_of(node)
+    return entry is not None and entry.finds_places and reads_places(node)
 
 
 def along(
@@ -234,6 +247,9 @@ class Reduction(Entry):
         return _reduced(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        if _counts_places(node):
+            for run in b.shapes.runs[node]:
+                b.one(node, run)
         t, slots = whole_tensor(b, node, a["self"])
         made = along(b, node, t, slots, b.shapes.runs[node], self.formula, self.of_equal)
         return replace(made, tensor=b.g.mul(t, 1.0)) if made.tensor is t else made
@@ -244,21 +260,6 @@ class _Place(Reduction):
     """Places of the largest or smallest elements, along one dimension or in the whole tensor."""
 
     finds_places = True
-
-    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        value = super().shape(s, node, a)
-        _check_places(s, node)
-        return value
-
-
-def _check_places(s: Shapes, node: fx.Node) -> None:
-    """Check that places are those in rows that a kernel holds. Raises Unsupported."""
-    if len(s.runs[node]) > 1:
-        raise Unsupported(
-            node,
-            "gives places in rows that are reduced in parts: several dimensions of few rows, or "
-            f"more than {MAX_CLUSTER_ROW} elements ({MAX_ROW} of the only row)",
-        )
 
 
 @dataclass(frozen=True)
@@ -277,10 +278,7 @@ class _Extreme(Reduction):
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         value = super().shape(s, node, a)
-        if not reads_places(node):
-            return value, None
-        _check_places(s, node)
-        return value, value
+        return value, value if reads_places(node) else None
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         places = replace(self, formula=self.place, of_equal=None)
@@ -347,7 +345,7 @@ class Variance(Entry):
     """Mean of the squared distances from the mean."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        value, shape = _reduced(s, node, a), fake(a["self"]).shape
+        value, shape = _reduced(s, node, a, combined=True), fake(a["self"]).shape
         if not all(isinstance(shape[d], int) for d in reduced_dims(node, a, len(shape))):
             raise Unsupported(node, "is a variance over an extent that is known only at the call")
         return (value, value) if "_mean" in str(node.target) else value
@@ -381,13 +379,10 @@ class _AlongOne(Entry):
 
     Attributes:
         formula: along that dimension.
-        of_parts: the result from the differences from the maximum and the sum of their
-            exponentials, for a row that is divided.
         of_one: the result along an extent of 1; NaN for infinite elements.
     """
 
     formula: Along
-    of_parts: Callable[[KernelGraph, Tensor, Tensor], Tensor]
     of_one: float
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
@@ -396,32 +391,17 @@ class _AlongOne(Entry):
         x = s.of(a["self"])
         if not x.dims:
             raise Unsupported(node, "works along a tensor of no dimensions")
-        d = self._dim(node, a, len(x.dims))
-        s.reduced(node, divided(x.dims[d], alone=equal(_count(x, [d]), 1)))
+        s.reduced(node, [x.dims[integers(node, a["dim"])[0] % len(x.dims)]])
         return Value(x.dims, x.absent)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         t, slots = whole_tensor(b, node, a["self"])
-        runs = b.shapes.runs[node]
-        if len(runs) > 1:
-            return self._of_parts(b, node, t, slots, runs)
-        group = b.one(node, runs[0])
+        group = b.one(node, b.shapes.runs[node][0])
         if group is None:
             return Built(b.g.add(b.g.mul(t, 0.0), self.of_one), slots)
         if group not in slots:
             raise Unsupported(node, "works along a dimension of repeated elements")
         return Built(self.formula(b.g, t, slots.index(group)), slots)
-
-    def _of_parts(
-        self, b: Builder, node: fx.Node, t: Tensor, slots: Slots, runs: Sequence[Dims]
-    ) -> Built:
-        most = along(b, node, t, slots, runs, _maximum)
-        away = b.g.sub(t, most.tensor)  # type: ignore[arg-type]
-        total = along(b, node, b.g.exp(away), slots, runs, _sum)
-        return Built(self.of_parts(b.g, away, total.tensor), slots)  # type: ignore[arg-type]
-
-    def _dim(self, node: fx.Node, a: Arguments, rank: int) -> int:
-        return integers(node, a["dim"])[0] % rank
 
 
 @enter("aten.cumsum.default")
@@ -691,11 +671,10 @@ enter_all({
         ("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere, _same)),
     **dict.fromkeys(
         ("aten.softmax.int", "aten._softmax.default", "aten.special_softmax.int"),
-        _AlongOne(lambda g, t, d: g.softmax(t, d), lambda g, t, s: g.div(g.exp(t), s), of_one=1.0)),
+        _AlongOne(lambda g, t, d: g.softmax(t, d), of_one=1.0)),
     **dict.fromkeys(
         ("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int"),
-        _AlongOne(
-            lambda g, t, d: g.log_softmax(t, d), lambda g, t, s: g.sub(t, g.log(s)), of_one=0.0)),
+        _AlongOne(lambda g, t, d: g.log_softmax(t, d), of_one=0.0)),
     "aten.max.dim": _Extreme(_maximum, place=_place_of_most),
     "aten.min.dim": _Extreme(_minimum, place=_place_of_least),
     "aten.argmax.default": _Place(_place_of_most),

@@ -40,7 +40,7 @@ from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
 from cutesuper.targets import Target
 from cutesuper.torch.aten.graph_builder import CONDITIONS, INTEGERS
-from cutesuper.torch.aten.table import is_free, is_known, moves
+from cutesuper.torch.aten.table import entry_of, is_free, is_known, moves
 from cutesuper.torch.compile.call_form import as_written, children_of, constant_fact
 from cutesuper.torch.compile.changes import settle_changes, updates_buffer
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
@@ -589,6 +589,9 @@ def regions_of(
             reason = _complex(node) or found.refused.get(node) or _reason(node)
             raise refusal(TraceError, name, node, reason)
     if not (found.regions or recorded) and not any(map(_needs_no_region, graph.nodes)):
+        for node in found.refused:
+            if (entry := entry_of(node)) is not None and entry.finds_places:
+                raise refusal(TraceError, name, node, found.refused[node])
         raise TraceError(
             f"superoptimize({name}): it computes nothing that kernels could: nothing but moves, "
             "sorts, masks, or numbers in other types than float16, bfloat16 and float32. Leave it "

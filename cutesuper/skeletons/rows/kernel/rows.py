@@ -15,7 +15,9 @@ from cutlass.cutlass_dsl import select_
 from cutesuper.device.fragments import (
     combine,
     element_of,
+    filled,
     fragment,
+    joined,
     neutral,
     packed,
     reduced,
@@ -28,7 +30,7 @@ from cutesuper.device.fragments import (
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import at_address, element, neighbours, one, put
-from cutesuper.ir.block import LOAD
+from cutesuper.ir.block import LOAD, AxisKind
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import Operator, lookup
 from cutesuper.skeletons.base import Indexed, View
@@ -53,7 +55,9 @@ class Here:
         row: its row, which may be past the end.
         source: the row that it reads: past the end the last one.
         valid: true if its row exists.
+        strip: strip or part of the row that its block has.
         first: its first element in the row.
+        carried: by sum up to each element, that of all that the block has walked over.
     """
 
     tensors: list[cute.Tensor]
@@ -64,7 +68,9 @@ class Here:
     row: Any
     source: Any
     valid: Any
+    strip: Any
     first: Any
+    carried: dict[int, Any]
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,9 @@ class RowKernel:
         self.length = extent(plan.program.dims[plan.column])
         self.ragged = self.length % plan.width != 0 or self.length < plan.width
         self.row_blocks_of = s.rows
-        self.strips = ceil_div(self.length, plan.width)
+        #: strips of a row, and those that have a block of their own
+        self.count = ceil_div(self.length, plan.width)
+        self.strips = 1 if plan.walked else self.count
         #: True if block indices run through the rows first; neighbouring blocks read neighbouring
         #: memory
         self.rows_first = s.interleaved or self.strips == 1
@@ -161,7 +169,21 @@ class RowKernel:
 
     @cute.jit
     def work(self, tensors, slots, tidx, bx, by):
-        """The rows of one block."""
+        """The rows of one block, or its strips of them."""
+        plan = self.plan
+        if cutlass.const_expr(not plan.walked):
+            self.strip(tensors, slots, tidx, bx, by, {})
+        else:
+            carried = {i: filled(plan.scan_words, 0.0) for i in plan.scans}
+            forth = [not plan.program.ops[i].attributes["reverse"] for i in plan.scans]
+            for n in cutlass.range(self.count, unroll=1):
+                at = n if cutlass.const_expr(all(forth)) else self.count - 1 - n
+                cute.arch.sync_threads()
+                self.strip(tensors, slots, tidx, bx, at, carried)
+
+    @cute.jit
+    def strip(self, tensors, slots, tidx, bx, by, carried: cutlass.Constexpr):
+        """A strip of the rows of one block."""
         plan = self.plan
         lane, group = tidx % self.lanes, tidx // self.lanes
         if cutlass.const_expr(plan.schedule.interleaved):
@@ -172,7 +194,7 @@ class RowKernel:
 
         # rows past the end read the last one
         inside = cutlass.min(row, self.row_count(tensors) - 1)
-        here = Here(tensors, slots, tidx, lane, group, row, inside, valid, first)
+        here = Here(tensors, slots, tidx, lane, group, row, inside, valid, by, first, carried)
         places = self.places(here)
         ahead = self.read_ahead(here, bx * self.row_blocks_of)
         values = self.evaluate(ahead, here)
@@ -204,10 +226,13 @@ class RowKernel:
                 if op.facets.selects and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
                     source = ahead[op.inputs[0]]
                 total = self.reduce(op.kind, source, n, here)
-                values[i] = result(op.facets.reduces.name, total) * plan.program.factor(op)
+                if plan.parted and op.places:
+                    values[i] = joined(total)
+                else:
+                    values[i] = result(op.facets.reduces.name, total) * plan.program.factor(op)
             elif op.facets.scans:
                 lane = Lane(here.thread, here.lane, here.group, self.inside(here.first))
-                values[i] = Scan(plan, i, here.slots, lane).of(args[0])
+                values[i] = Scan(plan, i, here.slots, lane, here.carried.get(i)).of(args[0])
             elif op.facets.turns:
                 values[i] = self.turn(args[0], lookup(op.kind), here)
             else:
@@ -347,6 +372,8 @@ class RowKernel:
         else:
             registers = self.registers(view)
             self.read_row(view, here, registers)
+        if self.plan.program.ops[i].places:
+            return registers
         if self.plan.column not in view.labels:
             return registers[0].to(Float32) if registers.element_type.is_float else registers[0]
         return widen(registers)
@@ -442,9 +469,9 @@ class RowKernel:
     def inside(self, first: Any) -> list[Any]:
         """Predicates of the accesses of a fragment that are true inside the row.
         None if true for all lanes."""
-        each = self.lanes * self.vector
+        each, ends = self.lanes * self.vector, self.ragged and self.count > 1
         return [
-            first + c * each < self.length if (c + 1) * each > self.length else None
+            first + c * each < self.length if ends or (c + 1) * each > self.length else None
             for c in range(self.chunks)
         ]
 
@@ -454,7 +481,10 @@ class RowKernel:
         dtype = dtype_of(self.plan, view)
         if cutlass.const_expr(self.plan.column not in view.labels):
             if here.valid and here.lane == 0:
-                put(self.start(view, here.tensors, here.row), value.to(dtype))
+                at = self.start(view, here.tensors, here.row)
+                if cutlass.const_expr(self.plan.parted):
+                    at = at + here.strip * view.stride(f"{self.plan.column}.{AxisKind.GRID}")
+                put(at, value.to(dtype))
         else:
             registers = stored(value, (self.vector, self.chunks), dtype)
             if here.valid:

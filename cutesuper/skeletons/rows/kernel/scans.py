@@ -52,11 +52,16 @@ class Scan:
         i: the operation.
         slots: shared memory of the block.
         here: the thread.
+        carried: registers with the sum of all that the block has walked over before; None if it
+            has the whole row at once.
     """
 
-    def __init__(self, plan: RowPlan, i: int, slots: Any, here: Lane) -> None:
+    def __init__(
+        self, plan: RowPlan, i: int, slots: Any, here: Lane, carried: cute.Tensor | None
+    ) -> None:
         s = plan.schedule
         self.slots, self.here, self.warps = slots, here, plan.warps_per_row
+        self.carried = carried
         self.vector, self.chunks, self.wide = s.vector, s.chunks, min(s.lanes, WARP)
         self.reverse = bool(plan.program.ops[i].attributes["reverse"])
         self.words = plan.scan_words
@@ -98,14 +103,20 @@ class Scan:
         """The sums of all that lies before each access of a thread, in their order."""
         step, lane = -1 if self.reverse else 1, self.here.thread % WARP
         given = [(x, *[Float32(0.0)] * (self.words - 1)) for x in totals]
+        start = self._nothing()
+        if self.carried is not None:
+            start = tuple(self.carried[word] for word in range(self.words))
         own = [_up_to(x, lane, self.place, self.wide, step) for x in given]
         last = lane + step * (self.wide - 1 - self.place)
         wholes = [_from(whole, last) for whole, _ in own]
         if self.warps == 1:
-            carried = list(accumulate(wholes[:-1], _sum, initial=self._nothing()))
+            *carried, end = accumulate(wholes, _sum, initial=start)
         else:
             self.leave(wholes, self.base + self.warp, lane == 0)
-            carried = self._carried(lane)
+            carried, end = self._before_warp(lane, start)
+        if self.carried is not None:
+            for word, x in enumerate(end):
+                self.carried[word] = x
         return [_sum(before, x) for before, (_, x) in zip(carried, own, strict=True)]
 
     def _nothing(self) -> Sum:
@@ -123,10 +134,10 @@ class Scan:
             for word, x in enumerate(whole):
                 put(self.slots + (at + (word * self.count + c * self.warps)), x)
 
-    def _carried(self, lane: Any) -> list[Sum]:
-        """The sums of all warps and accesses before each access of this warp.
-        Every warp sums up all slots, as many at a time as it has lanes."""
-        total, found = self._nothing(), list[Sum]()
+    def _before_warp(self, lane: Any, total: Sum) -> tuple[list[Sum], Sum]:
+        """The sums of all warps and accesses before each access of this warp, and of all.
+        From ``total`` on. Every warp sums up all slots, as many at a time as it has lanes."""
+        found = list[Sum]()
         for first in range(0, self.count, WARP):
             at = self.base + cutlass.min(first + lane, self.count - 1)
             x = [element(self.slots, at + word * self.count) for word in range(self.words)]
@@ -135,7 +146,7 @@ class Scan:
             for n in range(first, min(first + WARP, self.count), self.warps):
                 found.append(_sum(total, _from(before, n - first + self.warp)))
             total = _sum(total, _from(whole, Int32(WARP - 1)))
-        return found
+        return found, total
 
 
 def _from(x: Sum, lane: Any) -> Sum:
