@@ -88,12 +88,34 @@ def test_queries_keys_and_values_are_one_tensor() -> None:
     assert report, report.message
 
 
-def test_losses_of_labels() -> None:
+#: functions of rows, a weight, and a label for each row
+OF_LABELS: dict[str, Any] = {
+    "mean": lambda x, w, t: F.cross_entropy(x, t),
+    "each": lambda x, w, t: F.nll_loss(x.log_softmax(-1), t, reduction="none"),
+    "gathered": lambda x, w, t: x.log_softmax(-1).gather(-1, t[:, None]),
+    "of a product": lambda x, w, t: F.cross_entropy(F.linear(x, w), t),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("name", OF_LABELS)
+def test_losses_of_labels(name: str, rows: int) -> None:
     """The element of a row that its label names, and labels that count for nothing."""
-    x = torch.randn(40, 64, device="cuda")
-    labels = torch.randint(0, 64, (40,), device="cuda")
-    labels[3] = -100
-    found = cs.superoptimize(F.cross_entropy, (x, labels))(x, labels)
-    exact, eager = F.cross_entropy(x.double(), labels), F.cross_entropy(x, labels)
-    report = acceptable(found, exact, eager, found.dtype)
-    assert report, report.message
+    torch.manual_seed(rows)
+    half = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    x, w = (torch.randn(n, 64, **half) for n in (rows, 8))
+    labels = torch.randint(0, 8, (rows,), device="cuda")
+    if rows > 1 and name != "gathered":
+        labels[3] = -100
+
+    def results(f: Any, x: Any, w: Any) -> list[Any]:
+        y = f(x, w, labels)
+        made = torch.autograd.grad(y.sum(), (x, w), allow_unused=True)
+        return [y.detach(), *(g for g in made if g is not None)]
+
+    f = OF_LABELS[name]
+    found = results(cs.superoptimize(f, (x, w, labels)), x, w)
+    wide = results(f, *(t.detach().double().requires_grad_() for t in (x, w)))
+    for y, exact, eager in zip(found, wide, results(f, x, w), strict=True):
+        report = acceptable(y, exact, eager, y.dtype)
+        assert report, report.message

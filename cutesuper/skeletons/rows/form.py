@@ -191,10 +191,9 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     clustered = bool(reduced) and _exceeds_a_block(program, row)
     if clustered or counted:
         check_index(region)
-    if (clustered or counted) and len(program.dims) == 1:
-        why = "long" if clustered else "with positions"
+    if clustered and len(program.dims) == 1:
         raise SearchError(
-            f"one row of {program.dims[row]} elements, {why}: "
+            f"one row of {program.dims[row]} elements, long: "
             "the row loop walks along a label of the rows; make their number a cutesuper.symbol()"
         )
     if clustered:
