@@ -663,7 +663,7 @@ class _Unification:
 
     def _single_rows(self, wanted: set[Slot]) -> set[Slot]:
         """Rows of extent 1: a matrix product without any other row label needs one.
-        So does a mask with integers, one for each row, where nothing but its columns has a label."""
+        So does a mask with an integer for each row, where only its columns have a label."""
         dead = {self.find(s) for s in self.dead}
         rows: set[Slot] = set()
         for i, op in enumerate(self.region.ops):

@@ -178,6 +178,9 @@ class _Tracer:
             found = [pair for r in regions for pair in self._with_kernels(r, refused)]
             regions = tuple(region for region, _ in found)
             outside = tuple(left_to_pytorch(module.graph, regions, refused, self._target()))
+            inside = computed(regions)
+            # operators of ours that stay whole are others where gradients are recorded
+            whole = any(is_own(n) and n not in inside for n in module.graph.nodes)
             traced = [
                 TracedRegion(r.place, kernel, tuple(names_read(r, _name))) for r, kernel in found
             ]
@@ -201,7 +204,7 @@ class _Tracer:
             arguments,
             names,
             specs.range_constraints,
-            any(r.forward_only for r in regions),
+            whole or any(r.forward_only for r in regions),
         )
 
     def _program(
