@@ -271,6 +271,15 @@ def test_programs_of_the_search(lowered: bool) -> None:
         assert {a.split(".")[1] for a in axes} >= {"grid", "cluster", "loop"}
 
 
+@pytest.mark.parametrize("classes", [8, 1000, 20000])
+def test_programs_of_one_row(classes: int) -> None:
+    """Both passes have one kernel each, also where a row is longer than a block holds."""
+    s = cs.split(cross_entropy(classes, rows=1))
+    for g in (s.forward, s.backward):
+        [first, *_] = programs(g, True)
+        assert len(first.steps) == 1 and compare(g, first)
+
+
 @cache
 def loss_programs() -> list[tuple[KernelGraph, MuGraph]]:
     """Both passes of the loss of 8 rows and 8 classes, with the best program."""

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 import cutesuper as cs
-from cutesuper.errors import LoweringError, OptionError, TraceError
+from cutesuper.errors import GraphError, LoweringError, OptionError, TraceError
 from cutesuper.targets import find_target
 from cutesuper.targets.roofline import baseline
 from cutesuper.torch.compile import trace
@@ -216,28 +217,159 @@ def test_convolutions_of_one_element_are_products(
     assert not program.outside and len(program.regions) == 1
 
 
+HALVES = tuple(randn(2, n, 9, 16).half() for n in (4, 2, 2))
+HEADS = tuple(t.float() for t in HALVES)
+DOCUMENTS, SLOPES = torch.arange(9) // 4, randn(4)
+LABELS, NO_CLASS = torch.tensor([3, 0, -100, 23, 7, 2]), torch.tensor([3, 0, 99, -100, 7, 2])
+
+
+def attends(**options: Any) -> Any:
+    return lambda *t: cs.ops.attention(t[0] * 2, *t[1:3], *t[3:], enable_gqa=True, **options)
+
+
+def flexible(**options: Any) -> Any:
+    return lambda q, k, v: cs.ops.flex_attention(q, k, v, enable_gqa=True, **options)
+
+
+def seen(mask: Any, **front: int) -> Any:
+    block = create_block_mask(mask, front.get("batch"), front.get("heads"), 9, 9, device="cpu")
+    return {"block_mask": block}
+
+
+def causal(b: Any, h: Any, row: Any, key: Any) -> Any:
+    return row >= key
+
+
+#: function and inputs; those that end in a star leave one operator of ours whole
 OWN: dict[str, tuple[Any, Any]] = {
     "rms_norm": (lambda x, w, r: F.linear(cs.ops.rms_norm(x, r), w), (X, W, R)),
+    "layer_norm": (lambda x, r: cs.ops.layer_norm(x * 2, r, r), (X, R)),
     "swiglu": (lambda x, w: cs.ops.swiglu(F.linear(x, w), F.linear(x, w * 2)), (X, W)),
+    "geglu": (lambda x: cs.ops.geglu(x, x * 2), (X,)),
     "softmax": (lambda x: cs.ops.softmax(x * 2, -1), (X,)),
-    "a module": (cs.nn.LayerNorm(32), (X,)),
-}
+    "log_softmax": (lambda x: cs.ops.log_softmax(x * 2, -1), (X,)),
+    "add_activation": (lambda x, r: cs.ops.add_activation(x, x * 0.5, r), (X, R)),
+    "normalized_update": (
+        lambda x, r: cs.ops.normalized_update(F.normalize(x, dim=-1), x * 2, r), (X, R)),
+    "cross_entropy": (lambda x, w, t: cs.ops.cross_entropy(F.linear(x, w), t), (X, W, LABELS)),
+    "cross_entropy of each row": (
+        lambda x, t: cs.ops.cross_entropy(x * 2, t, reduction="none"), (X, NO_CLASS)),
+    "cross_entropy in three dimensions": (
+        lambda x, t: cs.ops.cross_entropy(
+            x.view(2, 3, 32), t.view(2, 3), reduction="sum", ignore_index=3),
+        (X.bfloat16(), LABELS.int())),
+    "cross_entropy of one row": (cs.ops.cross_entropy, (X[:1].clone(), LABELS[:1].clone())),
+    "cross_entropy of nothing that counts": (
+        cs.ops.cross_entropy, (X, torch.full((6,), -100))),
+    "cross_entropy of a vector *": (lambda x, t: cs.ops.cross_entropy(x[0], t[0]), (X, LABELS)),
+    "linear_cross_entropy *": (cs.ops.linear_cross_entropy, (X, W, LABELS)),
+    "linear_cross_entropy of each row *": (
+        lambda *t: cs.ops.linear_cross_entropy(*t, reduction="none"), (X, W, LABELS)),
+    "linear_cross_entropy of half *": (
+        lambda *t: cs.ops.linear_cross_entropy(*t, softcap=5.0), (X.half(), W.half(), LABELS)),
+    "flex_attention": (flexible(), HEADS),
+    "distances": (flexible(score_mod=lambda s, b, h, i, j: s + SLOPES[h] * (j - i)), HEADS),
+    "capped": (flexible(score_mod=lambda s, b, h, i, j: 3 * torch.tanh(s / 3)), HEADS),
+    "hidden scores": (
+        flexible(score_mod=lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf)), HEADS),
+    "causal": (flexible(**seen(causal)), HEADS),
+    "documents": (
+        flexible(**seen(lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j])), HEADS),
+    "a row that sees nothing": (flexible(**seen(lambda b, h, i, j: (i >= j) & (i != 4))), HEADS),
+    "other heads": (flexible(**seen(lambda b, h, i, j: (i >= j) | (h == 1), heads=4)), HEADS),
+    "changed and causal": (
+        flexible(**seen(causal), score_mod=lambda s, b, h, i, j: s * 2, scale=0.3), HALVES),
+    "changed, and a row that sees nothing": (
+        flexible(**seen(lambda b, h, i, j: (i >= j) & (i != 4)),
+                 score_mod=lambda s, b, h, i, j: s * 2), HEADS),
+    "one tensor": (
+        lambda q: cs.ops.flex_attention(q, q, q, **seen(lambda b, h, i, j: i - j < 3)),
+        HEADS[:1]),
+    "attention *": (attends(is_causal=True), HALVES),
+    "attention in a window *": (attends(is_causal=True, window=4), HALVES),
+    "attention with a mask *": (attends(), (*HALVES, torch.eye(9, dtype=torch.bool))),
+    "attention of lengths *": (
+        lambda q, k, v, n: cs.ops.attention(q, k, v, enable_gqa=True, key_lengths=n),
+        (*HALVES, torch.tensor([5, 9], dtype=torch.int32))),
+    "attention with sums *": (attends(return_lse=True), HALVES),
+    "packed sequences *": (
+        lambda q, k, v, n: cs.ops.attention(
+            q, k, v, enable_gqa=True, **cs.ops.packed_limits(n, rows=9)),
+        (*(t[:1] for t in HALVES), torch.tensor([0, 4, 9], dtype=torch.int32))),
+    "CrossEntropyLoss": (cs.nn.CrossEntropyLoss(), (X, LABELS)),
+    "LayerNorm": (cs.nn.LayerNorm(32), (X,)),
+    "LinearCrossEntropyLoss *": (cs.nn.LinearCrossEntropyLoss(), (X, W, LABELS)),
+    "LogSoftmax": (cs.nn.LogSoftmax(-1), (X,)),
+    "RMSNorm": (cs.nn.RMSNorm(32), (X,)),
+    "Softmax": (cs.nn.Softmax(-1), (X,)),
+    "SwiGLU": (cs.nn.SwiGLU(), (X, X * 2)),
+}  # fmt: skip
+
+
+def total(y: Any) -> torch.Tensor:
+    """A number that depends on all elements of the results."""
+    parts = y if isinstance(y, tuple) else (y,)
+    return torch.stack([t.float().square().sum() for t in parts]).sum()
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_our_operators_are_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_operators_are_fused_or_left_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where gradients are recorded."""
     fn, inputs = OWN[name]
+    close = {"rtol": 2e-2, "atol": 1e-2} if inputs[0].dtype.itemsize == 2 else {}
     program = traced(monkeypatch, fn, inputs)
     with torch.no_grad():
-        torch.testing.assert_close(program(*inputs), fn(*inputs))
-    assert not program.outside
+        torch.testing.assert_close(program(*inputs), fn(*inputs), equal_nan=True, **close)
+    left = [line for line in program.outside if line.startswith("cutesuper.")]
+    numbers = [line for line in program.outside if "softmax" in line or "attention" in line]
+    assert len(left) == name.endswith("*") and len(program.regions) + len(left) > 0
+    assert numbers == [line for line in left if "attention" in line]
+    given = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    wanted = [t for t in given if t.requires_grad]
+    mine, eager = (torch.autograd.grad(total(f(*given)), wanted) for f in (program, fn))
+    close = close or {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(mine, eager, equal_nan=True, **close)
 
 
-def test_our_other_operators_run_their_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = randn(1, 2, 8, 16).half()
-    program = traced(monkeypatch, lambda q: cs.ops.attention(q, q, q), (q,))
-    assert torch.equal(program(q), cs.ops.attention(q, q, q))
-    assert [line.split()[0] for line in program.outside] == ["cutesuper.attention.default"]
+def test_all_our_operators_are_tried() -> None:
+    for name in (*cs.ops.__all__, *cs.nn.__all__):
+        tried = {n.split()[0] for n in OWN} | {"packed_limits"}
+        assert name in tried, name
+
+
+@torch.library.custom_op("cutesuper_tests::triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return x.detach() * 3
+
+
+triple.register_fake(torch.empty_like)
+triple.register_autograd(lambda _, cotangent: cotangent * 3)
+
+
+def test_gradients_of_registered_operators_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = X.clone().requires_grad_()
+    program = traced(monkeypatch, lambda x: triple(x.exp()).square(), (X,), rest="torch")
+    [mine] = torch.autograd.grad(program(x).sum(), x)
+    torch.testing.assert_close(mine, 18 * (2 * X).exp())
+
+
+def test_sums_of_flexible_attention_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = flexible(return_lse=True, **seen(causal))
+    program = traced(monkeypatch, fn, HEADS)
+    with torch.no_grad():
+        torch.testing.assert_close(program(*HEADS), fn(*HEADS))
+    y, _ = program(HEADS[0].clone().requires_grad_(), *HEADS[1:])
+    with pytest.raises(GraphError, match="it stops gradients"):
+        y.sum().backward()
+
+
+def test_errors_of_our_operators_are_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = tuple(t[:, :, :5] for t in HEADS)
+    with pytest.raises(TraceError, match=r"block_mask is one of \[9, 9\].*make it for these"):
+        traced(monkeypatch, flexible(**seen(causal)), short)
+    sums = flexible(score_mod=lambda s, b, h, i, j: s.sum(-1))
+    with pytest.raises(TraceError, match="a function of one score at a time"):
+        traced(monkeypatch, sums, HEADS)
 
 
 @pytest.mark.gpu

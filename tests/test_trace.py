@@ -115,21 +115,46 @@ def test_wrong_indices_are_an_error_where_pytorch_raises(
             program(table, torch.tensor([1, 2, wrong]))
 
 
-class Masked(nn.Module):
-    """Attention with a mask tensor, and what reads it."""
+class Dropping(nn.Module):
+    """Attention that drops weights, and what reads it."""
 
-    def forward(self, q: Tensor, mask: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        y = F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).flatten(2)
+    def forward(self, q: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.scaled_dot_product_attention(q, q, q, None, 0.5).transpose(1, 2).flatten(2)
         return torch.exp(y), F.silu(F.linear(y, w))
 
 
-def test_a_mask_keeps_the_attention_out_and_not_what_reads_it() -> None:
-    inputs = (randn(2, 4, 3, 16), torch.zeros(3, 3), randn(24, 64))
-    found = partition(torch.export.export(Masked(), inputs).module().graph)
+def test_dropout_keeps_the_attention_out_and_not_what_reads_it() -> None:
+    inputs = (randn(2, 4, 3, 16), randn(24, 64))
+    found = partition(torch.export.export(Dropping(), inputs).module().graph)
     assert [[str(n.target) for n in r.nodes] for r in found.regions] == [
         ["aten.exp.default"], ["aten.linear.default", "aten.silu.default"]
     ]  # fmt: skip
     assert [str(n.target) for n in found.refused] == ["aten.scaled_dot_product_attention.default"]
+
+
+PLACES = torch.arange(5)
+#: masks of 3 sequences of 5 queries that are the keys as well
+OF_ONE_TENSOR: dict[str, Any] = {
+    "seen": lambda x: PLACES[:, None] * 2 >= PLACES,
+    "a window": lambda x: (PLACES[:, None] >= PLACES) & (PLACES[:, None] - PLACES < 3),
+    "keys": lambda x: PLACES < 4,
+    "distances": lambda x: (PLACES - PLACES[:, None]) * 0.5,
+    "rows": lambda x: x[..., :1],
+    "products": lambda x: x @ x.mT,
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_TENSOR)
+def test_masks_of_queries_that_are_the_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=OF_ONE_TENSOR[name](x))
+
+    x = X.clone().requires_grad_()
+    program = traced(monkeypatch, fn, (x,))
+    check(program, fn, (X,))
+    assert not any("scaled_dot_product" in line for line in program.outside)
+    mine, eager = (torch.autograd.grad(f(x).square().sum(), x) for f in (program, fn))
+    torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_stay_rows_where_all_work_is_element_wise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +347,6 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     (lambda x: x.double() * 2, "float64"),
     (lambda x: x.to(torch.int32) + 1, "computes nothing"),
     (lambda x: x.sum(-1, True).expand(3, 5, 32).softmax(-1), "softmax, at .*repeated elements"),
-    (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=x @ x.mT), "mask tensor"),
     (lambda x: torch.linalg.vector_norm(x, ord=0.5, dim=-1), "an order below 1"),
     (lambda x: (x * 2).cumprod(-1), "cumprod is not an operator"),
     (lambda x: x, "computes nothing"),

@@ -147,6 +147,17 @@ class RepeatedAttention(nn.Module):
         return weights @ v
 
 
+class SharedAttention(nn.Module):
+    """The same with a causal mask that is added to the scores."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, h, s, d = k.shape
+        n, rows = q.shape[1] // h, torch.arange(q.shape[2])
+        k, v = (t[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d) for t in (k, v))
+        mask = torch.where(rows[:, None] >= torch.arange(s), 0.0, -torch.inf)
+        return torch.softmax(q @ k.mT * 0.25 + mask, dim=-1) @ v
+
+
 class Block(nn.Module):
     """A layer of a decoder."""
 
@@ -294,6 +305,12 @@ CORPUS: list[Case] = [
     ("variance and mean", lambda x: torch.var_mean(x, -1), (X,)),
     ("logsumexp", lambda x: x.logsumexp(-1), (X,)),
     ("softmax", lambda x: x.softmax(-1), (X,)),
+    ("softmax of hidden rows",
+     lambda x: torch.ops.aten._safe_softmax(torch.where(x[..., :1] > 0, x, -torch.inf), -1), (X,)),
+    ("softmax of rows that may be -inf",
+     lambda x: torch.ops.aten._safe_softmax((x[..., :4] - 0.8).relu().log(), -1), (X,)),
+    ("conditions that are counted", lambda x: (x > 0).sum(-1, dtype=torch.float32) * x[..., 0],
+     (X,)),
     ("softmax along rows", lambda x: x.softmax(1), (X,)),
     ("log softmax", lambda x: x.log_softmax(-1), (X,)),
     ("softmax by hand", lambda x: (e := (x - x.amax(-1, True)).exp()) / e.sum(-1, True), (X,)),

@@ -677,9 +677,16 @@ class _Unification:
         }
 
     def _single_rows(self, wanted: set[Slot]) -> set[Slot]:
-        """Rows of extent 1: a matrix product without any other row label needs one."""
+        """Rows of extent 1: a matrix product without any other row label needs one.
+        So does a mask with an integer for each row, where only its columns have a label."""
         dead = {self.find(s) for s in self.dead}
         rows: set[Slot] = set()
+        for i, op in enumerate(self.region.ops):
+            if op.facets.masks and op.facets.integers:
+                value, rank = len(self.region.inputs) + i, len(op.shape)
+                row, column = (self.find((value, rank - k)) for k in (2, 1))
+                if wanted <= {column} and row not in dead:
+                    rows.add(row)
         for i, op in enumerate(self.region.ops):
             if not op.facets.contracts:
                 continue

@@ -155,13 +155,15 @@ _tracing = threading.RLock()
 @contextmanager
 def autograd_functions() -> Iterator[list[str]]:
     """Collect the names of the ``torch.autograd.Function`` classes that are called meanwhile.
-    One thread at a time."""
+    Not those that PyTorch makes of operators with a registered gradient: a trace has the operator,
+    and so its gradient. One thread at a time."""
     found: list[str] = []
     with _tracing:
         own = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: Any, *args: Any, **options: Any) -> Any:
-            found.append(cls.__qualname__)
+            if cls.__module__ != "torch._library.autograd":
+                found.append(cls.__qualname__)
             return own.__get__(None, cls)(*args, **options)
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign]

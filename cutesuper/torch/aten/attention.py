@@ -23,6 +23,7 @@ from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
 from cutesuper.torch.aten.factored_dims import (
     Dims,
+    Part,
     divides,
     equal_shapes,
     extent_of,
@@ -141,8 +142,6 @@ class _Attention(Entry):
         for given in limits.nodes:
             join_lengths(s, given, q.dims[0])
         for beside in limits.beside:
-            if leaves(q.dims[-2]) and leaves(q.dims[-2]) == leaves(k.dims[-2]):
-                raise Unsupported(node, "takes a mask tensor, and queries that are keys as well")
             s.broadcast(node, [_scores_of(q, k), s.of(beside)])
 
     def _share(self, node: fx.Node, query: Dims, key: Dims) -> tuple[Dims, Dims]:
@@ -195,10 +194,9 @@ class _Attention(Entry):
         if limits is None:
             return None
         q, k = _ranked(b.value(a["query"]), b.value(a["key"]))
-        whole = (*at.front, at.rows, at.keys)
-        slots = [
-            translated(whole, correspondence(_scores_of(q, k), b.value(n))) for n in limits.beside
-        ]
+        scores = _scores_of(q, k)
+        whole = (*at.front, at.rows, b.one(node, scores.dims[-1]))
+        slots = [translated(whole, correspondence(scores, b.value(n))) for n in limits.beside]
         pairs = zip(limits.beside, slots, strict=True)
         beside = [b.tensor(node, n, own, rank=len(own)) for n, own in pairs]
         return hiding(b, node, limits, q.dims[0], beside)
@@ -257,8 +255,10 @@ def _keeps_sums(node: fx.Node) -> bool:
 
 
 def _scores_of(q: Value, k: Value) -> Value:
-    """The dimensions of scores."""
-    return Value((*q.dims[:-1], k.dims[-2]))
+    """The dimensions of scores.
+    Their keys are a dimension of their own: queries may be the keys as well."""
+    keys = tuple(Part(object(), p.factor) for p in leaves(k.dims[-2]))
+    return Value((*q.dims[:-1], keys))
 
 
 def _sums_of(node: fx.Node, sums: Any, q: Value) -> Value | None:

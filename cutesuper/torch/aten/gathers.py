@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from cutesuper.ir.graph import Tensor
-from cutesuper.torch.aten.factored_dims import leaves, unify
+from cutesuper.torch.aten.factored_dims import Dims, leaves, unify
 from cutesuper.torch.aten.graph_builder import (
     FLOATS,
     Builder,
@@ -108,23 +108,61 @@ class Gather(Entry):
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         x, index = s.of(a["self"]), s.of(a["index"])
-        if x.absent or index.absent:
-            raise Unsupported(node, "takes elements of what repeats, or by an index that repeats")
-        for own, other in zip(x.dims[:-1], index.dims[:-1], strict=True):
-            unify(own, other)
-        s.whole(x.dims[-1])
+        _unify_rows(s, node, x, index.dims[:-1], index.absent)
         return Value((*x.dims[:-1], ()))
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        x = a["self"]
-        limits = _limits(fake(x), -1, backwards=False)
-        labels, slots = b.index(node, a["index"], limits, of_rows=True)
-        dims = b.value(x).dims
-        rows = b.groups(tuple(p for d in dims[:-1] for p in leaves(d))) or (None,)
-        if len(rows) + 1 != len(slots):
-            raise Unsupported(node, "takes elements by an index whose rows are put together")
-        values = b.tensor(node, x, (*rows, b.one(node, dims[-1])))
-        return Built(named(values, labels), (*rows, None))
+        limits = _limits(fake(a["self"]), -1, backwards=False)
+        x, labels, rows = labelled(b, node, (a["self"], a["index"]), limits)
+        return Built(named(x, labels), (*rows, None))
+
+
+@enter("cutesuper.cross_entropy.default")
+class CrossEntropy(Entry):
+    """The library's own loss of each row. A label that is no class makes it NaN."""
+
+    def knows(self, node: fx.Node, a: Arguments) -> bool:
+        """True for losses of rows alone, without what a backward pass reads."""
+        x, single = fake(a["logits"]), all(u.args[1] == 0 for u in node.users)
+        return single and x.dim() > 1 and isinstance(x.shape[-1], int) and x.shape[-1] > 1
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        x, index = s.of(a["logits"]), s.of(a["target"])
+        _unify_rows(s, node, x, index.dims, index.absent)
+        return Value(x.dims[:-1]), *_saved(node)
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        x, labels, rows = labelled(b, node, (a["logits"], a["target"]), None)
+        loss = b.g.cross_entropy(x, labels, a["ignore_index"])
+        return Built(b.converted(loss, torch.float32), (*rows, None)), *_saved(node)
+
+
+def _saved(node: fx.Node) -> tuple[None, ...]:
+    """The results that only a backward pass reads."""
+    return (None,) * (len(node.meta["val"]) - 1)
+
+
+def _unify_rows(s: Shapes, node: fx.Node, x: Value, labels: tuple[Dims, ...], absent: Dims) -> None:
+    """Unify the dimensions in front of a row with those of its labels. Raises Unsupported."""
+    if x.absent or absent:
+        raise Unsupported(node, "takes elements of what repeats, or by an index that repeats")
+    for own, other in zip(x.dims[:-1], labels, strict=True):
+        unify(own, other)
+    s.whole(x.dims[-1])
+
+
+def labelled(
+    b: Builder, node: fx.Node, operands: tuple[Any, Any], limits: Within | None
+) -> tuple[Tensor, Tensor, Slots]:
+    """Rows and their labels in the graph, with the slots of the rows. Raises Unsupported.
+    ``limits`` are those of `Builder.index`."""
+    x, index = operands
+    labels, slots = b.index(node, index, limits, of_rows=True)
+    dims = b.value(x).dims
+    rows = b.groups(tuple(p for d in dims[:-1] for p in leaves(d))) or (None,)
+    if len(rows) + 1 != len(slots):
+        raise Unsupported(node, "takes elements by an index whose rows are put together")
+    return b.tensor(node, x, (*rows, b.one(node, dims[-1]))), labels, rows
 
 
 def named(x: Tensor, labels: Tensor) -> Tensor:

@@ -666,9 +666,9 @@ class Builder:
         return self._inputs[key]
 
     def index(
-        self, node: fx.Node, operand: Any, limits: Within, of_rows: bool = False
+        self, node: fx.Node, operand: Any, limits: Within | None, of_rows: bool = False
     ) -> tuple[Tensor, Slots]:
-        """An input of integers within these `limits`, as they are, with its slots.
+        """An input of integers within these `limits`, or of any, as they are, with its slots.
         Raises Unsupported if they are made from others in the region.
 
         ``of_rows``: with a last dimension of extent 1, as labels of rows have it.
@@ -682,7 +682,8 @@ class Builder:
         if order != sorted(order) or set(slots) != set(read):
             raise Unsupported(node, "takes an index that is stored in another order")
         slots = (*(slots or (None,)), None) if of_rows else slots or (None,)
-        self.limits[source] = limits.both(self.limits.get(source, limits))
+        if limits is not None:
+            self.limits[source] = limits.both(self.limits.get(source, limits))
         key = (source, "index", slots)
         if key not in self._inputs:
             self._inputs[key] = self.g.new_input(self._shape_of(slots), t.dtype)

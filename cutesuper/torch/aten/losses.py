@@ -9,7 +9,7 @@ from torch import fx
 
 from cutesuper.ir.graph import Tensor
 from cutesuper.torch.aten.factored_dims import unify
-from cutesuper.torch.aten.gathers import INDICES, named
+from cutesuper.torch.aten.gathers import INDICES, labelled, named
 from cutesuper.torch.aten.graph_builder import (
     FLOATS,
     Builder,
@@ -59,19 +59,15 @@ class NegativeLogLikelihood(Entry):
         s.whole(classes)
         if a["reduction"] == _OF_ROWS:
             return rows, None
-        s.reduced(node, reduced_together(rows, [0]))
+        s.reduced(node, reduced_together(rows, [0], combined=False))
         return Value(()), None
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         x, ignored = a["self"], a["ignore_index"]
         count = int(fake(x).shape[-1])
         within = Within(0, count, ignored)
-        labels, places = b.index(node, a["target"], within, of_rows=True)
-        rows, classes = b.value(x).dims
-        slots = (*(b.groups(rows) or (None,)), None)
-        if len(places) != len(slots):
-            raise Unsupported(node, "takes elements by labels whose rows are put together")
-        values = b.tensor(node, x, (*slots[:-1], b.one(node, classes)))
+        values, labels, rows = labelled(b, node, (x, a["target"]), within)
+        slots = (*rows, None)
         weight = b.g.label_weight(labels, count, ignored)
         picked = b.g.mul(named(values, labels), -1.0)
         if 0 <= ignored < count:  # a class: what it names may be infinite

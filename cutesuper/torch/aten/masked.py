@@ -32,7 +32,8 @@ class Masked(Pointwise):
         scores = s.of(self._scores(node, a))
         for given in limits.nodes:
             join_lengths(s, given, scores.dims[0])
-        for one in scores.dims[-2:]:
+        own = scores.dims[:1] if _of_sequences(limits) else ()
+        for one in (*own, *scores.dims[-2:]):
             s.whole(one)
         return scores
 
@@ -42,8 +43,12 @@ class Masked(Pointwise):
             return super().build(b, node, a)
         scores = self._scores(node, a)
         first, *rest = b.value(scores).dims
-        own, rows, keys = (b.groups(leaves(d)) or (None,) for d in (first, *rest[-2:]))
-        heads = b.groups(tuple(p for d in rest[:-2] for p in leaves(d)))
+        rows, keys = (b.groups(leaves(d)) or (None,) for d in rest[-2:])
+        if _of_sequences(limits):
+            own, heads = b.groups(leaves(first)) or (None,), rest[:-2]
+        else:
+            own, heads = (), [first, *rest[:-2]]
+        heads = b.groups(tuple(p for d in heads for p in leaves(d)))
         slots = (*own, *heads, *rows, *keys)
         x = b.tensor(node, scores, slots, rank=len(slots))
         return Built(hiding(b, node, limits, first)(x), of_rank(slots, x))
@@ -131,6 +136,11 @@ def hiding(
             else b.lengths(first.node, (own,), first.offset, first.most)
         )
     return Hiding(limits, ends, starts, tuple(beside))
+
+
+def _of_sequences(limits: Lengths) -> bool:
+    """True if sequences may differ in the keys that they see."""
+    return limits.node is not None or limits.first is not None
 
 
 def _parts(lengths: Value) -> Dims:

@@ -27,6 +27,7 @@ from cutesuper.torch.aten.factored_dims import (
     unify,
 )
 from cutesuper.torch.aten.graph_builder import (
+    CONDITIONS,
     FLOATS,
     Builder,
     Built,
@@ -37,6 +38,7 @@ from cutesuper.torch.aten.graph_builder import (
     fake,
     of_rank,
 )
+from cutesuper.torch.aten.pointwise import infinite
 from cutesuper.torch.aten.table import (
     Arguments,
     Entry,
@@ -241,9 +243,12 @@ class Reduction(Entry):
     of_equal: OfEqual | None = None
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        dtype = fake(a["self"]).dtype
-        if dtype not in FLOATS or a.get("dtype") not in (None, *FLOATS):
-            raise Unsupported(node, f"computes {a.get('dtype') or dtype}")
+        dtype, wanted = fake(a["self"]).dtype, a.get("dtype")
+        if wanted not in (None, *FLOATS):
+            raise Unsupported(node, f"computes {wanted}")
+        # conditions are counted as numbers of the type that is asked for
+        if dtype not in FLOATS and (dtype not in CONDITIONS or wanted is None):
+            raise Unsupported(node, f"reduces {dtype}; convert it before, as x.to(torch.float32)")
         return _reduced(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
@@ -251,6 +256,8 @@ class Reduction(Entry):
             for run in b.shapes.runs[node]:
                 b.one(node, run)
         t, slots = whole_tensor(b, node, a["self"])
+        if fake(a["self"]).dtype in CONDITIONS and a.get("dtype") is not None:
+            t = b.converted(t, a["dtype"])
         made = along(b, node, t, slots, b.shapes.runs[node], self.formula, self.of_equal)
         return replace(made, tensor=b.g.mul(t, 1.0)) if made.tensor is t else made
 
@@ -396,12 +403,35 @@ class _AlongOne(Entry):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         t, slots = whole_tensor(b, node, a["self"])
+        t = self.seen(b.g, t)
         group = b.one(node, b.shapes.runs[node][0])
         if group is None:
-            return Built(b.g.add(b.g.mul(t, 0.0), self.of_one), slots)
+            return Built(self.alone(b.g, t), slots)
         if group not in slots:
             raise Unsupported(node, "works along a dimension of repeated elements")
         return Built(self.formula(b.g, t, slots.index(group)), slots)
+
+    def seen(self, g: KernelGraph, t: Tensor) -> Tensor:
+        """The operand as the formula takes it."""
+        del g
+        return t
+
+    def alone(self, g: KernelGraph, t: Tensor) -> Tensor:
+        """The result along an extent of 1."""
+        return g.add(g.mul(t, 0.0), self.of_one)
+
+
+class _SafeSoftmax(_AlongOne):
+    """Softmax in which rows of -inf alone are 0, as of elements that are hidden."""
+
+    def seen(self, g: KernelGraph, t: Tensor) -> Tensor:
+        made = t.node.facets
+        if made.hides or (made.masks and made.fill == -inf):
+            return t
+        return g.hide(g.sub(1.0, infinite(g, t, -1.0)), t)
+
+    def alone(self, g: KernelGraph, t: Tensor) -> Tensor:
+        return g.sub(1.0, infinite(g, t, -1.0))
 
 
 @enter("aten.cumsum.default")
@@ -648,6 +678,10 @@ _place_of_most = each(lambda g, t, dim: g.argmax(t, dim))
 _place_of_least = each(lambda g, t, dim: g.argmax(g.mul(t, -1.0), dim))
 
 
+def _softmax(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.softmax(t, dim)
+
+
 def _same(g: KernelGraph, t: Tensor, n: int) -> Tensor:
     return t
 
@@ -671,7 +705,8 @@ enter_all({
         ("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere, _same)),
     **dict.fromkeys(
         ("aten.softmax.int", "aten._softmax.default", "aten.special_softmax.int"),
-        _AlongOne(lambda g, t, d: g.softmax(t, d), of_one=1.0)),
+        _AlongOne(_softmax, of_one=1.0)),
+    "aten._safe_softmax.default": _SafeSoftmax(_softmax, of_one=1.0),
     **dict.fromkeys(
         ("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int"),
         _AlongOne(lambda g, t, d: g.log_softmax(t, d), of_one=0.0)),

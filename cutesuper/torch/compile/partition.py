@@ -186,6 +186,8 @@ class _Growing:
             [p for p in _producers(node) if p in inside],
             lambda n: () if products(n) else inside.intersection(_producers(n)),
         )
+        if inside <= {*scores}:
+            return False  # nothing is in the way
         for n in inside:
             del self._region[n]
         rest = self._joined([n for n in inside if n not in scores], [])

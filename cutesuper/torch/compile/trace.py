@@ -187,6 +187,9 @@ class _Tracer:
             ]  # fmt: skip
             regions = tuple(region for region, _ in found)
             left = list(left_to_pytorch(module.graph, regions, refused, self._target(), kept))
+            inside = computed(regions)
+            # operators of ours that stay whole are others where gradients are recorded
+            whole = any(is_own(n) and n not in inside for n in module.graph.nodes)
             traced = [
                 TracedRegion(r.place, kernel, tuple(names_read(r, _name))) for r, kernel in found
             ]
@@ -212,7 +215,7 @@ class _Tracer:
             arguments,
             names,
             dict(specs.range_constraints),  # a list where there are none
-            any(r.forward_only for r in regions),
+            whole or any(r.forward_only for r in regions),
         )
 
     def _program(

@@ -62,7 +62,8 @@ class Trace:
         arguments: nodes that stand for the arguments.
         names: of those by name, in their order.
         ranges: of extents that may differ.
-        forward_only: whether PyTorch computes a part of its regions where gradients are recorded.
+        forward_only: whether it differs where gradients are recorded: PyTorch computes a part of
+            its regions there, or an operator that stays whole is another one.
     """
 
     module: fx.GraphModule

@@ -8,10 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from cutesuper.autodiff.gradient import Split
-from cutesuper.errors import ShapeError
+from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
@@ -25,6 +26,7 @@ from cutesuper.torch.ops.attention.score_functions import (
     Program,
     ScoreMod,
     Traced,
+    broadcasting,
     indices_of,
     opened,
     passes_of,
@@ -66,16 +68,21 @@ def hidden_by(block_mask: Any, shape: tuple[int, int, int, int], like: torch.Ten
     """
     if block_mask is None:
         return Hidden(False, None)
-    if tuple(block_mask.seq_lengths) != shape[2:]:
-        raise ShapeError(
-            f"flex_attention: block_mask is one of {list(block_mask.seq_lengths)} queries and "
-            f"keys, and the scores are {list(shape)}; make it for these"
-        )
+    _check_lengths(block_mask, shape)
     known = _hidden.setdefault(block_mask, {})
     key = (shape, like.dtype, like.device)
     if key not in known:
         known[key] = _found_hidden(block_mask, shape, like)
     return known[key]
+
+
+def _check_lengths(block_mask: Any, shape: tuple[int, int, int, int]) -> None:
+    """Raise ShapeError for a block mask of other lengths than scores have."""
+    if tuple(block_mask.seq_lengths) != shape[2:]:
+        raise ShapeError(
+            f"flex_attention: block_mask is one of {list(block_mask.seq_lengths)} queries and "
+            f"keys, and the scores are {list(shape)}; make it for these"
+        )
 
 
 def _found_hidden(block_mask: Any, shape: tuple[int, ...], like: torch.Tensor) -> Hidden:
@@ -239,6 +246,8 @@ def flex_attention(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ShapeError(f"{request.call}: pass enable_gqa=True if groups of heads share keys")
     shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if torch.compiler.is_compiling():
+        return _written(request, score_mod, block_mask, return_lse)
     hidden = hidden_by(block_mask, shape, query)
     call = _call(request, hidden)
     function = None if score_mod is None else _function(score_mod, call, query.device)
@@ -251,6 +260,48 @@ def flex_attention(
     out, lse = _Attention.apply(passes, *_tensors(request, call, passes, given, hidden))
     out = out.view(*query.shape[:3], value.shape[3])
     return (out, lse.view(query.shape[:3])) if return_lse else out
+
+
+def _written(r: Request, score_mod: ScoreMod | None, block_mask: Any, return_lse: bool) -> Any:
+    """The same in operators of PyTorch, which a tracer sees; it makes kernels of all that it finds.
+    Masks are functions of positions here, and tensors that they read are read at every call."""
+    (batch, many, rows, width), device = r.query.shape, r.query.device
+    shape = (batch, many, rows, r.positions)
+    seen = None
+    if block_mask is not None:
+        _check_lengths(block_mask, shape)
+        own = (*block_mask.shape[:2], *shape[2:])
+        seen = block_mask.mask_mod(*broadcasting(own, device))
+    scale = width**-0.5 if r.scale is None else float(r.scale)
+    if score_mod is None and not return_lse:
+        return F.scaled_dot_product_attention(
+            r.query, r.key, r.value, seen, scale=scale, enable_gqa=many != r.key_heads
+        )
+    key, value = (_repeated(t, many // r.key_heads) for t in (r.key, r.value))
+    scores = (r.query @ key.mT).float() * scale
+    if score_mod is not None:
+        scores = score_mod(scores, *broadcasting(shape, device))
+    if tuple(scores.shape) != shape:
+        raise OperatorError(
+            f"flex_attention: score_mod makes {list(scores.shape)} of scores {list(shape)}; it "
+            "must be a function of one score at a time"
+        )
+    softmax = torch.softmax
+    if seen is not None:
+        # only of masks that are added, and of scores that nothing else reads, positions are known
+        if return_lse:
+            scores = torch.where(seen, scores, -torch.inf)
+        else:
+            scores = scores + torch.where(seen, 0.0, -torch.inf)
+        softmax = torch.ops.aten._safe_softmax  # of a row that sees nothing all weights are 0
+    out = softmax(scores, -1).to(value.dtype) @ value
+    return (out, scores.logsumexp(-1).float().detach()) if return_lse else out
+
+
+def _repeated(t: torch.Tensor, group: int) -> torch.Tensor:
+    """Keys or values for each query head."""
+    b, heads, keys, width = t.shape
+    return t[:, :, None].expand(b, heads, group, keys, width).reshape(b, -1, keys, width)
 
 
 def _call(r: Request, hidden: Hidden) -> Call:

@@ -155,9 +155,13 @@ _TENSOR = torch.Tensor
 
 def indices_of(call: Call, device: torch.device) -> list[torch.Tensor]:
     """The indices of sequences, query heads, rows and keys, which broadcast to the scores."""
-    extents = (call.batch, call.heads * call.group, call.rows, call.keys)
+    return broadcasting((call.batch, call.heads * call.group, call.rows, call.keys), device)
+
+
+def broadcasting(extents: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """The indices along each dimension, which broadcast to a tensor of these extents."""
     return [
-        torch.arange(n, device=device).view([-1 if d == at else 1 for d in range(4)])
+        torch.arange(n, device=device).view([-1 if d == at else 1 for d in range(len(extents))])
         for at, n in enumerate(extents)
     ]
 
