@@ -108,9 +108,9 @@ class BlockOp:
             as ``table``, one of rows that an index names has the name of the index as ``index``;
             ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor.
             One of partial results that are pairs (`PAIR`) has ``pairs=True``. A ``store`` that puts
-            rows into a tensor has the name of the ``index``, the dimension ``dim`` whose places it
-            names, and as ``base`` the input that ``tensor`` is but for these rows; ``map`` is that
-            of the rows. Element-wise operators: their own.
+            rows into a tensor has the name of the ``index``, the dimension ``dim`` whose places
+            it names, and as ``base`` the input that ``tensor`` is but for these rows; ``map`` is
+            that of the rows. Element-wise operators: their own.
     """
 
     kind: str
