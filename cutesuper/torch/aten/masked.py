@@ -32,7 +32,7 @@ class Masked(Pointwise):
         scores = s.of(self._scores(node, a))
         for given in limits.nodes:
             join_lengths(s, given, scores.dims[0])
-        for one in scores.dims[-2:]:
+        for one in (scores.dims[0], *scores.dims[-2:]):
             s.whole(one)
         return scores
 
