@@ -126,6 +126,9 @@ OF_ALL: dict[str, tuple[Mask, int, bool]] = {
     "behind a cache": (lambda q, p: (_keys(p) + 0 <= _from(p, 1)[:, None])[None, None], 1, True),
     "several queries": (lambda q, p: (_keys(p) <= _from(p, 5)[:, None])[None, None], 5, True),
     "only queries": (lambda q, p: _keys(p) <= torch.arange(5)[:, None], 5, False),
+    "a triangle": (lambda q, p: torch.ones(5, S, dtype=torch.bool).tril(), 5, False),
+    "a triangle that is added": (lambda q, p: torch.full((5, S), -torch.inf).triu(1), 5, False),
+    "outside of a triangle": (lambda q, p: ~torch.ones(5, S, dtype=torch.bool).triu(3), 5, True),
     "a difference": (lambda q, p: torch.arange(5)[:, None] - _keys(p) >= 0, 5, False),
     "a difference of the last queries": (
         lambda q, p: torch.arange(S - 5, S)[:, None] - _keys(p) >= 0, 5, True),
@@ -178,6 +181,11 @@ WINDOWS: dict[str, tuple[Mask, int, list[str]]] = {
     "not both sides": (lambda q, p: torch.where(
         (_keys(p) - torch.arange(9)[:, None]).abs() > 2, -torch.inf, 0.0).to(q.dtype), 9,
         ["length", "limit"]),
+    "all but the last": (lambda q, p: torch.arange(S)[:, None] - _keys(p) > -3, S, ["limit"]),
+    "both sides of as many": (lambda q, p: (torch.arange(S)[:, None] - _keys(p)).abs() < 4, S,
+                              ["limit", "limit"]),
+    "a band": (lambda q, p: torch.ones(9, S, dtype=torch.bool).tril()
+               & torch.ones(9, S, dtype=torch.bool).triu(-2), 9, ["causal", "limit"]),
     "the lowest number": (lambda q, p: torch.where(
         _window(p, _from(p, 5), 4), 0.0, torch.finfo(torch.float32).min), 5, ["length", "limit"]),
     "what is behind": (lambda q, p: (_keys(p) >= p[:, None])[:, None, None], 1, ["limit"]),
@@ -418,6 +426,7 @@ OTHERS: dict[str, tuple[Mask, int]] = {
         _keys(p) >= _from(p, 1)[:, None], 0.0, torch.finfo(torch.float32).min).to(q.dtype), 1),
     "lengths that are differences": (
         lambda q, p: (_keys(p) < (S - p)[:, None])[:, None, None], 1),
+    "a triangle of numbers": (lambda q, p: torch.full((3, S), 0.5).tril(), 3),
     "far away": (lambda q, p: (torch.arange(3)[:, None] - _keys(p)).abs() >= 2, 3),
     "the parity of a difference": (
         lambda q, p: (torch.arange(3)[:, None] - _keys(p)) % 2 == 0, 3),

@@ -30,6 +30,8 @@ _ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step"
             "prims.iota.default")  # fmt: skip
 _SUMS = {"aten.add.Tensor": 1, "aten.add.Scalar": 1, "aten.sub.Tensor": -1, "aten.sub.Scalar": -1}
 _NEGATIVE, _ABSOLUTE = ("aten.neg.default",), ("aten.abs.default",)
+#: operators that keep the elements up to a diagonal, and those from one on
+_TRIANGLES = {"aten.tril.default": True, "aten.triu.default": False}
 _PADS = ("aten.constant_pad_nd.default", "aten.pad.default")
 _NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
 _NEGATED = {"visible": "hidden", "hidden": "visible"}
@@ -153,6 +155,8 @@ def _computed(node: fx.Node) -> Marks | None:
         return _joined(_JOINED[name], marks_of(a["self"]), marks_of(a["other"]))
     if name[5:7] in _COMPARED and name[7:] in (".Tensor", ".Scalar"):
         return _compared(name[5:7], a["self"], a["other"])
+    if name in _TRIANGLES:
+        return _triangle(node, a, _TRIANGLES[name])
     if isinstance(entry, Where):
         return _chosen(node, *entry.operands(a))
     if isinstance(entry, Filled) and fake(node).dtype is torch.bool:
@@ -364,14 +368,35 @@ def _chosen(node: fx.Node, condition: Any, yes: Any, no: Any) -> Condition | Non
     dtype = fake(node).dtype
     if dtype not in FLOATS:
         return None
-    fills = {-torch.inf: "added", torch.finfo(dtype).min: "lowest"}
     numbers = _number(yes), _number(no)
     kind = "visible" if numbers[0] == 0.0 else "hidden"
-    filled = fills.get(numbers[1] if kind == "visible" else numbers[0])
+    filled = _filled(dtype, numbers[1] if kind == "visible" else numbers[0])
     x = as_kind(marks_of(condition), kind)
     if x is None or filled is None or 0.0 not in numbers:
         return None
     return replace(x, kind=filled, axes=_padded(x.axes, fake(node).dim()))
+
+
+def _triangle(node: fx.Node, a: Arguments, upper: bool) -> Condition | None:
+    """The marks of a part of a filled matrix, and 0 elsewhere; ``upper`` if keys end the part."""
+    t, filled = fake(node), _number(a["self"])
+    bound = a.get("diagonal", 0) + upper
+    names = ("query", "key")
+    own = tuple("" if equal(n, 1) else name for n, name in zip(t.shape[-2:], names, strict=True))
+    axes = _padded(own, t.dim())
+    if t.dtype is torch.bool and filled:
+        return Condition("visible", axes, (Limit(upper, None, bound, True, True, bound),))
+    kind = _filled(t.dtype, filled)
+    if kind is None:
+        return None
+    return Condition(kind, axes, (Limit(not upper, None, bound, True, True, bound),))
+
+
+def _filled(dtype: torch.dtype, number: Any) -> str | None:
+    """The kind of a mask that hides with a number, or None."""
+    if dtype not in FLOATS:
+        return None
+    return {-torch.inf: "added", torch.finfo(dtype).min: "lowest"}.get(number)
 
 
 def _viewed(node: fx.Node, operand: Any, entry: Any) -> Marks | None:

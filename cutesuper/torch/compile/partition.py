@@ -190,7 +190,8 @@ class _Growing:
             return False  # nothing is in the way
         for n in inside:
             del self._region[n]
-        rest = self._joined([n for n in inside if n not in scores], [])
+        behind = [n for n in inside if n not in scores]
+        rest = self._joined(behind, []) if behind else None
         masked = self._joined([*scores, node], [])
         if rest is None or masked is None:
             self._region.update(dict.fromkeys(inside, number))
