@@ -32,12 +32,8 @@ class Masked(Pointwise):
         scores = s.of(self._scores(node, a))
         for given in limits.nodes:
             join_lengths(s, given, scores.dims[0])
-<<<<<<< HEAD
         own = scores.dims[:1] if _of_sequences(limits) else ()
         for one in (*own, *scores.dims[-2:]):
-=======
-        for one in (scores.dims[0], *scores.dims[-2:]):
->>>>>>> w25d
             s.whole(one)
         return scores
 
