@@ -808,7 +808,8 @@ def test_explain_a_function_with_a_break() -> None:
     report = cs.explain(f, (torch.randn(4, 8), torch.randn(8, 8)), options={"take": "all"})
     assert len(report.graphs) == 2
     reasons = {o.reason for g in report.graphs for o in g.outside}
-    assert any("aten.cumprod" in r for r in reasons) and any("aten.sort" in r for r in reasons)
+    assert any(r.startswith("cumprod is no") for r in reasons)
+    assert any(r.startswith("sort is no") for r in reasons)
     places = [p for g in report.graphs for o in g.outside for p in o.where]
     assert places and all(p.startswith("test_backend_regions.py:") for p in places)
 
