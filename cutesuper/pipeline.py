@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
+from pickle import PicklingError
 
 from cutesuper import searches, store
 from cutesuper.differentiate import gradient_of
@@ -249,7 +251,9 @@ class Prospect:
         if pool is None or here or not self._is_long(graph):
             return None
         wanted = graph.with_hints(bucketed(graph))
-        return pool.submit(outcome, wanted, self.options, cache=self._cache)
+        with suppress(PicklingError, TypeError, AttributeError):  # what cannot be sent stays here
+            return pool.submit(outcome, wanted, self.options, cache=self._cache)
+        return None
 
     def _variant(self, hints: dict[str, int]) -> Variant:
         graph = self.graph.with_hints(hints)
@@ -481,8 +485,9 @@ def _answer(sent: Future[Outcome] | None) -> Outcome | None:
     """The outcome from a worker; None if there is none, or it was lost with its process."""
     try:
         return sent.result() if sent else None
-    except WorkerLost as error:
-        warn_once(f"a search {error}; it is done in this process")
+    except Exception as error:  # the same search in this process says what is wrong
+        if isinstance(error, WorkerLost):
+            warn_once(f"a search {error}; it is done in this process")
         return None
 
 

@@ -18,6 +18,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Options
 from cutesuper.report import search_text
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache
+from cutesuper.runtime.workers import WorkerLost
 from cutesuper.search.search import SearchResult
 from cutesuper.targets import H200
 
@@ -168,10 +169,14 @@ class Workers:
 
     def __init__(self) -> None:
         self.sent: list[KernelGraph] = []
+        self.lost = False
 
     def submit(self, fn: Any, graph: KernelGraph, *args: Any, **more: Any) -> Future[Any]:
         self.sent.append(graph)
         future = Future[Any]()
+        if self.lost:
+            future.set_exception(WorkerLost("process died"))
+            return future
         future.set_result(fn(graph, *args, **more))
         return future
 
@@ -195,3 +200,7 @@ def test_long_searches_for_gradients_take_place_in_workers(
     assert cut() == here and not pool.sent, "nor is what is known sent"
     monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / "new"))
     assert cut() == here and len(pool.sent) > 1
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / "newer"))
+    pool.lost = True
+    with pytest.warns(RuntimeWarning, match="a search process died; it is done in this process"):
+        assert cut() == here
