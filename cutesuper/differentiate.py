@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -71,28 +72,33 @@ def _cheapest(prospect: Prospect, wrt: tuple[str, ...]) -> _Cut:
     graph = prospect.graph
     if prospect.options.dependent_launch:
         graph = _written(graph, wrt)
+    find = prospect.another
     if graph is not prospect.graph:
-        prospect = prospect.another(graph)
-    ways = _splits(graph, wrt)
-    backward = [only(w.backward, range(len(w.backward.outputs)))[0] for w in ways]
-    parts = [w.forward for w in ways if w.forward is not graph]
-    parts += [b for b in backward if b.outputs]
-    found: dict[int, Prospect | CutesuperError] = {id(graph): prospect}
-    found |= zip(map(id, parts), prospect.others(parts), strict=True)
-    cuts: list[_Cut] = []
-    for way, after in zip(ways, backward, strict=True):
-        first, second = found[id(way.forward)], found.get(id(after))
-        if not isinstance(first, CutesuperError) and not isinstance(second, CutesuperError):
-            cuts.append(_Cut(way, first, second))
-    if not cuts:
-        raise next(e for e in reversed(found.values()) if isinstance(e, CutesuperError))
-    return min(cuts, key=lambda c: c.cost_us)
+        prospect = find(graph)
+
+    def cut(save: str) -> _Cut:
+        halves = split(graph, list(wrt), save)
+        backward, _ = only(halves.backward, range(len(halves.backward.outputs)))
+        return _Cut(
+            halves,
+            prospect if halves.forward is graph else find(halves.forward),
+            find(backward) if backward.outputs else None,
+        )
+
+    return _best(cut)
 
 
-def _splits(graph: KernelGraph, wrt: tuple[str, ...]) -> list[Split]:
-    """The cuts that are searched; one, if nothing is worth keeping."""
-    keeping = split(graph, list(wrt), "auto")
-    return [keeping, split(graph, list(wrt), "none")] if keeping.saved else [keeping]
+def _best(cut: Callable[[str], _Cut]) -> _Cut:
+    try:
+        keeping = cut("auto")
+    except CutesuperError:
+        return cut("none")
+    if not keeping.split.saved:
+        return keeping
+    try:
+        return min(keeping, cut("none"), key=lambda c: c.cost_us)
+    except CutesuperError:
+        return keeping
 
 
 def _written(graph: KernelGraph, names: tuple[str, ...]) -> KernelGraph:

@@ -6,8 +6,8 @@ A previously tuned program (`cutesuper.store`) takes the place of the search.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
@@ -26,18 +26,17 @@ from cutesuper.errors import (
 from cutesuper.ir.arguments import check_options
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.check import check_graph, check_kernel_graph
-from cutesuper.ir.definitions import added, names_of, unknown
+from cutesuper.ir.definitions import added, unknown
 from cutesuper.ir.dims import MAX_ELEMENTS, extent, open_size, size
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, lookup
 from cutesuper.ir.unseen import followed
 from cutesuper.progress import progress_bar
 from cutesuper.report import ALTERNATIVES, cut_text, kernel_notes, variant_report
-from cutesuper.runtime.cache import KernelCache, cache_or_default, warn_once
+from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant, bucketed
-from cutesuper.runtime.workers import WorkerLost, shared
 from cutesuper.search.region_cache import KnownRegions
 from cutesuper.search.search import (
     Candidate,
@@ -95,9 +94,6 @@ class Options:
             executor=self.executor, tuned=self.tuned,
         )  # fmt: skip
 
-
-#: nodes of graphs whose search takes longer than the start of a worker process (1 s)
-MANY_NODES = 48
 
 #: results of this process for parts of graphs
 _REGIONS = KnownRegions()
@@ -182,7 +178,6 @@ class Prospect:
         options: see `Options`.
         cache: the store of compiled kernels.
         on_progress: called with the search's `Progress`.
-        outcome: of the search, if that has taken place.
 
     Attributes:
         graph, options: as given.
@@ -198,7 +193,6 @@ class Prospect:
         options: Options,
         cache: KernelCache,
         on_progress: Callable[[Progress], None] | None,
-        outcome: Outcome | None = None,
     ) -> None:
         check_definition("superoptimize", graph)
         self.graph = graph
@@ -206,10 +200,7 @@ class Prospect:
         self._cache = cache
         self._on_progress = on_progress
         hints = bucketed(graph)
-        if outcome is None:
-            found = find(graph.with_hints(hints), options, on_progress, inf, cache)
-        else:
-            found = outcome.result()
+        found = find(graph.with_hints(hints), options, on_progress, inf, cache)
         self.cost_us = found[1].candidate.cost_us
         self._found = [(hints, found)]
 
@@ -221,35 +212,6 @@ class Prospect:
     def another(self, graph: KernelGraph) -> Prospect:
         """A prospect for another graph with the same options. Raises like `Prospect`."""
         return Prospect(graph, self.options, self._cache, self._on_progress)
-
-    def others(self, graphs: Sequence[KernelGraph]) -> list[Prospect | CutesuperError]:
-        """Prospects for other graphs with the same options, or what they raise.
-        Long searches take place in worker processes, at the same time."""
-        sent = [self._sent(g) for g in graphs] if sum(map(self._is_long, graphs)) > 1 else []
-        found: list[Prospect | CutesuperError] = []
-        for n, graph in enumerate(graphs):
-            outcome = _answer(sent[n]) if sent else None
-            try:
-                found.append(Prospect(graph, self.options, self._cache, self._on_progress, outcome))
-            except CutesuperError as error:
-                found.append(frameless(error))
-        return found
-
-    def _is_long(self, graph: KernelGraph) -> bool:
-        """True if a search is worth a worker process."""
-        return len(graph.nodes) > MANY_NODES and not is_known(
-            graph.with_hints(bucketed(graph)), self.options, self._cache
-        )
-
-    def _sent(self, graph: KernelGraph) -> Future[Outcome] | None:
-        """A search in a worker process; None if it must take place here.
-        Workers do not know operators that were added to the table, and executors stay here."""
-        pool = shared()
-        here = self.options.executor is not None or added(names_of(graph))
-        if pool is None or here or not self._is_long(graph):
-            return None
-        wanted = graph.with_hints(bucketed(graph))
-        return pool.submit(outcome, wanted, self.options, cache=self._cache)
 
     def _variant(self, hints: dict[str, int]) -> Variant:
         graph = self.graph.with_hints(hints)
@@ -427,9 +389,9 @@ def find(
     return result, choice
 
 
-def is_known(graph: KernelGraph, options: Options, cache: KernelCache | None = None) -> bool:
+def is_known(graph: KernelGraph, options: Options) -> bool:
     """True if the result of a search for a graph is kept on disk."""
-    return searches.known(_about(graph, options), cache)
+    return searches.known(_about(graph, options))
 
 
 def _about(graph: KernelGraph, options: Options) -> searches.Question:
@@ -466,24 +428,14 @@ def outcome(
     options: Options,
     most_us: float = inf,
     on_progress: Callable[[Progress], None] | None = None,
-    cache: KernelCache | None = None,
 ) -> Outcome:
     """The end of `find` with these arguments."""
     start = time.perf_counter()
     try:
-        found = find(graph, options, on_progress, most_us, cache)
+        found = find(graph, options, on_progress, most_us)
     except CutesuperError as error:
         found = frameless(error)
     return Outcome(found, time.perf_counter() - start)
-
-
-def _answer(sent: Future[Outcome] | None) -> Outcome | None:
-    """The outcome from a worker; None if there is none, or it was lost with its process."""
-    try:
-        return sent.result() if sent else None
-    except WorkerLost as error:
-        warn_once(f"a search {error}; it is done in this process")
-        return None
 
 
 def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 import cutesuper as cs
 from cutesuper import pipeline, searches
-from cutesuper.differentiate import _cheapest
 from cutesuper.ir import serial
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Options
@@ -161,37 +159,3 @@ def test_results_lie_beside_the_kernels_of_the_cache(tmp_path: Path, searched: l
     cache.clear()
     pipeline.Prospect(norm(), PLAIN, cache, None)
     assert len(searched) == 2
-
-
-class Workers:
-    """Worker processes that are this one, and count."""
-
-    def __init__(self) -> None:
-        self.sent: list[KernelGraph] = []
-
-    def submit(self, fn: Any, graph: KernelGraph, *args: Any, **more: Any) -> Future[Any]:
-        self.sent.append(graph)
-        future = Future[Any]()
-        future.set_result(fn(graph, *args, **more))
-        return future
-
-
-def test_long_searches_for_gradients_take_place_in_workers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The same programs are chosen, and those that are kept on disk are not sent."""
-    pool = Workers()
-    monkeypatch.setattr(pipeline, "shared", lambda: pool)
-
-    def cut() -> tuple[str, ...]:
-        whole = pipeline.Prospect(norm(), PLAIN, KernelCache(), None)
-        found = _cheapest(whole, ("X", "W"))
-        halves = (found.forward, found.backward)
-        return tuple(h._found[0][1][1].candidate.structure for h in halves if h is not None)
-
-    here = cut()
-    assert not pool.sent, "short ones are searched here"
-    monkeypatch.setattr(pipeline, "MANY_NODES", 1)
-    assert cut() == here and not pool.sent, "nor is what is known sent"
-    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / "new"))
-    assert cut() == here and len(pool.sent) > 1
