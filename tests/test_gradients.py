@@ -23,12 +23,13 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from cutesuper import pipeline
-from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.errors import GraphError, OperatorError, SearchError, ShapeError
 from cutesuper.ir.dims import Dim
 from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.search.region_cache import KnownRegions
+from cutesuper.skeletons.rows import form
 from tests.complex_numbers import Rotated
 from tests.gradients import (
     CASES,
@@ -314,7 +315,7 @@ def gone_after(call: Callable[[Tensor], Any]) -> bool:
     return all(r() is None for r in references)
 
 
-def test_first_calls_keep_nothing(uncollected: None) -> None:
+def test_first_calls_keep_nothing(uncollected: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their searches meet errors, and frames of an error have the tensors of their callers. In a
     CUDA graph, an earlier result that lives on makes the recording of a backward pass fail."""
     w = torch.randn(96, 128).bfloat16()
@@ -330,7 +331,7 @@ def test_first_calls_keep_nothing(uncollected: None) -> None:
     )  # fmt: skip
     assert gone_after(program)
     assert gone_after(cs.ops.rms_norm)
-    refused = long_rows(2)
+    refused = long_rows(monkeypatch, 2)
     row = torch.randn(2, LONGEST + 1).bfloat16()
 
     def recovered(t: Tensor) -> Tensor:
@@ -511,9 +512,14 @@ def test_a_weight_with_symbolic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     judge(kernel, CASES[name].theirs, CASES[name].draw(torch.bfloat16, rows=40))
 
 
-def long_rows(rows: Dim) -> Kernel:
+def long_rows(monkeypatch: pytest.MonkeyPatch, rows: Dim) -> Kernel:
     """``X s`` with a factor for each row, whose gradient adds up more elements than a cluster
-    holds."""
+    holds, where rows are not divided among blocks."""
+
+    def refuse(*_: object) -> None:
+        raise SearchError(f"a cluster holds {LONGEST}")
+
+    monkeypatch.setattr(form, "_check_parts", refuse)
     shapes = (rows, LONGEST + 1), (rows, 1)
     graph = graph_of(lambda g, x, s: x * s, *shapes, dtype="bfloat16")
     return cs.superoptimize(graph, target="h200")
@@ -523,7 +529,7 @@ def test_a_gradient_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the rows is found; that of the factors is refused when it is asked for, and
     not searched for again."""
     uncompiled(monkeypatch)
-    kernel = long_rows(cs.symbol("M", 4))
+    kernel = long_rows(monkeypatch, cs.symbol("M", 4))
     x = torch.randn(2, LONGEST + 1).bfloat16().requires_grad_()
     s = torch.randn(2, 1).bfloat16().requires_grad_()
     kernel(x, s.detach()).sum().backward()

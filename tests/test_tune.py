@@ -209,7 +209,7 @@ def test_the_winner_is_stored_and_then_used_without_a_search(
         assert [s.plan.key for s in kernel.kernels] == [p.key for p in tuned.winner.program.plans]
         assert kernel.kernels[0].artifact.from_cache, "compiled by the tuner"
         text = " ".join(kernel.explain().split())
-        assert f"none: the tuned program of {tuned.path}" in text
+        assert f"tunedprogramof{tuned.path}" in text.replace(" ", "")
         assert f"measured {m.median_us:.2f} us" in text and "scripted, driver 1.2" in text
         inputs = zoo.draw(graph, 1)
         assert all(zoo.judge(graph, inputs, kernel(inputs)))
@@ -321,7 +321,7 @@ def test_a_symbol_is_tuned_for_the_bucket_of_its_hint(
     tuned = run({"c002": 5.0}, zoo.rms_norm_linear(cs.symbol("M", 20), K, N), candidates=2)
     assert "m32x128" in tuned.path.name
     kernel = cs.superoptimize(zoo.rms_norm_linear(cs.symbol("tokens", 30), K, N), target="h200")
-    assert str(tuned.path) in kernel.explain()
+    assert str(tuned.path) in "".join(kernel.explain().split())  # a long one is broken
     other = cs.superoptimize(zoo.rms_norm_linear(cs.symbol("tokens", 8), K, N), target="h200")
     assert "structures extracted" in other.explain()
 
@@ -478,7 +478,7 @@ def test_tuning_on_the_device(dependent: bool, user: Path) -> None:
     assert tuned.measured.model_us is not None
     assert 1 < tuned.measured.median_us <= tuned.measured.model_us < 100
     kernel = cs.superoptimize(graph, dependent_launch=dependent)
-    assert f"none: the tuned program of {tuned.path}" in " ".join(kernel.explain().split())
+    assert f"tunedprogramof{tuned.path}" in "".join(kernel.explain().split())
     inputs = zoo.draw(graph, 3, "cuda")
     outputs = [torch.full((16, 512), torch.nan, dtype=torch.float16, device="cuda")]
     kernel(inputs, out=outputs)

@@ -273,13 +273,17 @@ class BlockProgram:
         """The tensors in which blocks leave partial results, one slice for each part of an axis.
         Numbers in fp32; pairs of numbers and places as `PAIR` says."""
         parts: dict[str, Dim] = {a.name: self.parts(a) for a in self.axes}
-        found: dict[str, TensorSpec] = {}
+        extents, found = self.dims | parts, dict[str, TensorSpec]()
         for op in self.stores():
-            name, mapping = op.attributes["tensor"], op.attributes["map"]
-            if not parts.keys().isdisjoint(mapping):
-                dtype = PAIR if self.ops[op.inputs[0]].places else float32
-                shape = tuple(parts[d] if d in parts else self.dims[d] for d in mapping)
-                found[name] = TensorSpec(name, shape, dtype)
+            labels = [mapped_labels(entry) for entry in op.attributes["map"]]
+            if parts.keys().isdisjoint(d for own in labels for d in own):
+                continue
+            shape = tuple(
+                extents[own[0]] if len(own) == 1 else prod(extent(extents[d]) for d in own)
+                for own in labels
+            )
+            dtype = PAIR if self.ops[op.inputs[0]].places else float32
+            found[op.attributes["tensor"]] = TensorSpec(op.attributes["tensor"], shape, dtype)
         return found
 
     def resized(
