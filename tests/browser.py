@@ -181,7 +181,8 @@ def browser() -> Iterator[Browser]:
     if program is None:
         raise FileNotFoundError(f"none of {', '.join(NAMES)} is installed")
     to_browser, from_browser = os.pipe(), os.pipe()
-    with tempfile.TemporaryDirectory() as profile:
+    # its helper processes may write to the profile a little longer than it lives
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # the shell gives the pipes the numbers that the browser expects
         wiring = 'exec "$@" 3<&"$READ" 4>&"$WRITE"'
         process = subprocess.Popen(
