@@ -201,11 +201,6 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     clustered = bool(reduced) and _exceeds_a_block(program, row)
     if clustered or counted:
         check_index(region)
-    if counted and len(program.dims) == 1:
-        raise SearchError(
-            f"one row of {program.dims[row]} elements, with positions: "
-            "the row loop walks along a label of the rows; make their number a cutesuper.symbol()"
-        )
     if clustered and not counted and not _fits_a_cluster(program, row):
         _check_parts(program, row)
         return RowForm(row, True, parted=True)

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from cutesuper.ir.relations import reachable
+
 
 def operands(owner: nn.Module, name: str, layers: Sequence[str]) -> list[frozenset[str]]:
     """For each layer the arguments of its module's ``forward`` that its operand is made of.
@@ -30,7 +32,11 @@ def operands(owner: nn.Module, name: str, layers: Sequence[str]) -> list[frozens
     if code is None or None in calls:
         return []
     given, made_of = _given(owner, name), _made_of(code)
-    return [_closure(_names(c.args), made_of) & given for c in calls if c is not None]
+
+    def before(variable: str) -> set[str]:
+        return made_of.get(variable, set())
+
+    return [given.intersection(reachable(_names(c.args), before)) for c in calls if c is not None]
 
 
 def _code(module: nn.Module) -> ast.AST | None:
@@ -74,12 +80,3 @@ def _made_of(code: ast.AST) -> dict[str, set[str]]:
             for target in _names(node.targets):
                 found.setdefault(target, set()).update(_names([node.value]))
     return found
-
-
-def _closure(names: set[str], made_of: dict[str, set[str]]) -> frozenset[str]:
-    """All names that some are made of, themselves included."""
-    found, fresh = set(names), set(names)
-    while fresh:
-        fresh = {m for n in fresh for m in made_of.get(n, ())} - found
-        found |= fresh
-    return frozenset(found)
