@@ -889,6 +889,17 @@ def test_a_statistic_that_a_product_reads_keeps_the_type_of_the_product() -> Non
     assert {str(n.dtype) for n in s.backward.nodes} == {"float16"}
 
 
+def test_powers_of_a_statistic_are_kept_as_float32() -> None:
+    """Behind a product, too: the cube of 1 / sqrt(y^2 + 1e-5) is larger than 16 bits hold."""
+    g = graph(
+        lambda g, x, a, b: (y := x @ a) * g.rsqrt(g.square(y) + 1e-5) * b,
+        (4, 6), (6, 1), (1, 5), names="x a b",
+    )  # fmt: skip
+    s = cs.split(g)
+    kept = {name: s.forward.nodes[s.forward.outputs[n]].dtype for name, n in s.saved.items()}
+    assert set(kept) == {"matmul", "rsqrt", "mul", "mul2"} and set(kept.values()) == {cs.float32}
+
+
 def test_an_output_that_is_read_again_keeps_its_type() -> None:
     g = graph(lambda g, x: g.exp(g.sum(x, 1)), (4, 6))
     s = cs.split(g)

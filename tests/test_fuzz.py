@@ -221,6 +221,14 @@ def test_nothing_is_known_of_a_quotient_by_what_may_be_zero() -> None:
     assert Balls().function(torch.div, ball(1.0, 0.0), ball(0.0, 0.0)).e < 1e-30
 
 
+def test_powers_of_negative_numbers_next_to_whole_exponents_are_not_judged() -> None:
+    m, base = Balls(), ball([-0.7, -0.7, 0.7, -0.7], 0.0)
+    exponent = Ball(torch.tensor([-0.9999, -0.5, -0.9999, 2.0]).double(),
+                    torch.tensor([1e-3, 1e-3, 1e-3, 0.0]).double())  # fmt: skip
+    known = FORMULAS["pow"](m, [base, exponent], {}, torch.float16).e.isfinite()
+    assert known.tolist() == [False, True, True, True]
+
+
 def test_sums_that_cancel_are_as_far_off_as_their_terms_are_rounded() -> None:
     """(1 + x) + y and (1 + y) + x, with x = -1."""
     m, y = Balls(), torch.linspace(1e-3, 2e-3, 64).double()

@@ -87,6 +87,22 @@ def program(g: Graph, target: Target = H200) -> BlockProgram:
     return step.program
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_differences_with_a_maximum_are_as_they_are_written_in_float32(dtype: str) -> None:
+    """In ``x - (max x + log s)`` a large maximum is rounded once more; 16 bits do not see it."""
+
+    def build(g: Graph, x: Any, dy: Any, s: Any) -> Any:
+        e = g.expm1(x)
+        t = e - g.max(e, 1) - g.log(s)
+        z = dy * g.sigmoid(t + t)
+        return (z - g.exp(t) * g.sum(z, 1)) * g.exp(x)
+
+    result = found(rows((32, 16), (32, 16), (32, 1), dtype=dtype, build=build))
+    programs = [c.mugraph.steps[0].program.ops for c in result.candidates]
+    sums = [[ops[i].kind for i in op.inputs] for ops in programs for op in ops if op.kind == "add"]
+    assert any("max" in kinds for kinds in sums) == (dtype == "bfloat16")
+
+
 # ------------------------------------------------------------------------------ backward passes
 
 

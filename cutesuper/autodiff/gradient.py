@@ -322,17 +322,17 @@ class _Joint:
 
     def store_statistics(self, kept: dict[int, str]) -> None:
         """Store kept statistics of rows as float32, as between the kernels of a program.
-        Not one that is an operand of a product, which has one element type."""
+        Not one that is an operand of a product, which has one element type. What such an operand is
+        computed from may be larger than 16 bits hold: of 1 / sqrt(x^2 + 1e-5) the cube.
+        """
         g = self.both
         nodes = g.needed(self.gradients.values(), {i for i, _ in self.inputs} | set(kept))
-        mixing = {i for i in nodes if g.nodes[i].shape[-1:] != (1,)}
-        for i in sorted((nodes | set(kept)) - mixing, reverse=True):
-            users = [j for j in nodes if i in g.nodes[j].inputs]
-            kinds = [lookup(g.nodes[j].operator) for j in users]
-            plain = all(op.elementwise or op.reduces for op in kinds)
-            if plain and mixing.issuperset(users):
-                mixing.add(i)
-        for i in mixing.intersection(kept):
+        operands = set[int]()
+        for i in sorted(nodes, reverse=True):
+            n = g.nodes[i]
+            if lookup(n.operator).one_type or (n.facets.permutes and i in operands):
+                operands.update(n.inputs)
+        for i in kept.keys() - operands:
             if g.nodes[i].shape[-1:] == (1,):
                 g.types.setdefault(i, float32)
 

@@ -198,6 +198,12 @@ class Expressions:
         return atom if known else None
 
     @_memoised
+    def terms_folded(self, x: int) -> frozenset[str]:
+        """How those terms are reduced that are folds, or multiples of one."""
+        atoms = (self.atoms[a] for m, _ in self.terms(x) for a, _ in m.numerator)
+        return frozenset(a.how for a in atoms if a.kind == AtomKind.FOLD)
+
+    @_memoised
     def folds(self, x: int) -> frozenset[int]:
         """All atoms inside x that `fold` made."""
         found: set[int] = set()

@@ -25,7 +25,7 @@ from cutesuper.ir.block import LOAD
 from cutesuper.ir.border import PartOf
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Shape
-from cutesuper.ir.dtypes import DType
+from cutesuper.ir.dtypes import DType, float32
 from cutesuper.ir.operators.base import Attributes, Items, Operator, facets, lookup
 from cutesuper.ir.precision import precision_of
 from cutesuper.ir.relations import Classes
@@ -107,6 +107,11 @@ class Region:
         """Precisions of its products; see `ir.precision`."""
         found = (precision_of(dict(op.attributes)) for op in self.ops if op.facets.contracts)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def exact(self) -> bool:
+        """True if all numbers are float32: no input or output is off by more than kernels are."""
+        return all(t == float32 or t.integer for t in (*self.input_dtypes, *self.output_dtypes))
 
     @property
     def output_shapes(self) -> tuple[Shape, ...]:

@@ -539,6 +539,8 @@ class Table:
             form = lookup(kind).symbolic(self.space.table, [x, y], {})
         if not self._wanted(form, (i, j)):
             return
+        if kind in self.space.sums and self.space.rewritten(form, x, y):
+            return
         try:
             result = self._elementwise_value(kind, [self.values[i], self.values[j]], {})
         except DivisionByZero:

@@ -309,7 +309,7 @@ class _RegionSearch:
             raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
         for level in SEALING:
             try:
-                return search(Space(program, level))
+                return search(Space(program, level, exact=self.region.exact))
             except TooLarge:
                 if level == SEALING[-1]:
                     raise

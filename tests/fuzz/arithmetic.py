@@ -112,6 +112,10 @@ class Numbers:
         """x, of which nothing is said there."""
         return x
 
+    def unsure(self, x: Tensor) -> Tensor:
+        """Where a number may be another one: nowhere."""
+        return torch.zeros_like(x, dtype=torch.bool)
+
     def move(self, f: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """Apply an operator that only moves elements."""
         return f(*args)
@@ -281,6 +285,10 @@ class Balls:
     def unknown(self, x: Ball, where: Tensor) -> Ball:
         """x, of which nothing is said there."""
         return Ball(x.v, torch.where(where, torch.inf, x.e))
+
+    def unsure(self, x: Ball) -> Tensor:
+        """Where a number may be another one."""
+        return x.e > 0
 
     def move(self, f: Callable[..., Tensor], *args: Ball) -> Ball:
         """Apply an operator that only moves elements."""

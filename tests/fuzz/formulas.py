@@ -66,7 +66,6 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "maximum": torch.maximum,
     "raised": lambda x, y: x.clamp(min=y),
     "hypot": torch.hypot,
-    "pow": torch.pow,
     "atan2": torch.atan2,
     "copysign": torch.copysign,
     "floor_divide": lambda x, y: torch.div(x, y, rounding_mode="floor"),
@@ -176,6 +175,13 @@ def _power(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype
     n = a["exponent"]
     limit = torch.nan if n % 1 else (-torch.inf) ** n
     return m.function(lambda x: torch.where(x == -torch.inf, limit, x**n), args[0])
+
+
+@formula("pow")
+def _pow(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Of a negative number it is NaN, or a number where the exponent is rounded to a whole one."""
+    whole = m.unsure(m.function(torch.floor, args[1], exact=True))
+    return m.unknown(m.function(torch.pow, *args), whole & (m.value(args[0]) < 0))
 
 
 @formula("hardswish")

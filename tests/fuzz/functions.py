@@ -373,14 +373,18 @@ class DrawFunction:
 
 
 aten = torch.ops.aten
-#: norms in steps: how the mean is rounded decides where elements are close to it
+#: norms in steps: how the mean is rounded decides where elements are close to it; and softmax: the
+#: share of an element that is all is 1 by a rounding, and gradients are what is left of that
 STEPS = get_decompositions([
     aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm,
-    aten.native_group_norm_backward,
+    aten.native_group_norm_backward, aten._softmax, aten._softmax_backward_data,
+    aten._log_softmax, aten._log_softmax_backward_data,
 ])  # fmt: skip
 
 
 PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+#: sums of products may be products: that of a gradient of softmax, times the rows it weighs
+SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
 
 class Noise(TorchDispatchMode):
@@ -395,9 +399,10 @@ class Noise(TorchDispatchMode):
             with self:
                 return STEPS[func](*args, **(kwargs or {}))
         y = func(*args, **(kwargs or {}))
-        if func in PRODUCTS and self.u == unit(torch.float32):
+        if func in PRODUCTS + SUMS and y.dtype is torch.float64 and self.u == unit(torch.float32):
             # of float32 factors 2^-22 is lost (docs/lowering/matmul.md), as in sums of four or more
-            return y + 4 * self.u * self._random(y) * func(*(x.abs() for x in args))
+            size = func(*tree_map_only(Tensor, torch.abs, args), **(kwargs or {}))
+            return y + 4 * self.u * self._random(y) * size
         return y if func.is_view else tree_map_only(Tensor, self._rounded, y)
 
     def _rounded(self, y: Tensor) -> Tensor:
