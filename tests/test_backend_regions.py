@@ -28,7 +28,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from cutesuper import measure, pipeline  # noqa: E402
+from cutesuper import measure, pipeline, searches  # noqa: E402
 from cutesuper.runtime import records as kept_records  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
@@ -59,7 +59,12 @@ pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, session_cache: Path) -> None:
+    """Nothing is known of regions; what searches of equal graphs found is."""
+    read, keep = searches.read, searches.keep
+    shared = KernelCache(session_cache)
+    monkeypatch.setattr(searches, "read", lambda about, graph, *_: read(about, graph, shared))
+    monkeypatch.setattr(searches, "keep", lambda *found: keep(*found[:3], cache=shared))
     torch.manual_seed(0)
     torch.compiler.reset()
     monkeypatch.setattr(region_operator, "_programs", Kept())
