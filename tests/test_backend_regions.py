@@ -58,13 +58,21 @@ from tests.backends import Attention, Between, GatedMLP, Layers, compiled, judge
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
 
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, session_cache: Path) -> None:
-    """Nothing is known of regions; what searches of equal graphs found is."""
+def share_searches(monkeypatch: pytest.MonkeyPatch, cache: KernelCache) -> None:
     read, keep = searches.read, searches.keep
-    shared = KernelCache(session_cache)
-    monkeypatch.setattr(searches, "read", lambda about, graph, *_: read(about, graph, shared))
-    monkeypatch.setattr(searches, "keep", lambda *found: keep(*found[:3], cache=shared))
+    monkeypatch.setattr(searches, "read", lambda about, graph, *_: read(about, graph, cache))
+    monkeypatch.setattr(searches, "keep", lambda *found: keep(*found[:3], cache=cache))
+
+
+@pytest.fixture(autouse=True)
+def fresh(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    session_cache: Path,
+) -> None:  # fmt: skip
+    """Nothing is known of regions; what was found for equal graphs is, unless searches are
+    counted."""
+    if "searched" not in request.fixturenames:
+        share_searches(monkeypatch, KernelCache(session_cache))
     torch.manual_seed(0)
     torch.compiler.reset()
     monkeypatch.setattr(region_operator, "_programs", Kept())
