@@ -28,7 +28,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from cutesuper import measure, pipeline  # noqa: E402
+from cutesuper import measure, pipeline, searches  # noqa: E402
 from cutesuper.runtime import records as kept_records  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
@@ -58,8 +58,21 @@ from tests.backends import Attention, Between, GatedMLP, Layers, compiled, judge
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
 
+def share_searches(monkeypatch: pytest.MonkeyPatch, cache: KernelCache) -> None:
+    read, keep = searches.read, searches.keep
+    monkeypatch.setattr(searches, "read", lambda about, graph, *_: read(about, graph, cache))
+    monkeypatch.setattr(searches, "keep", lambda *found: keep(*found[:3], cache=cache))
+
+
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def fresh(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    session_cache: Path,
+) -> None:  # fmt: skip
+    """Nothing is known of regions; what was found for equal graphs is, unless searches are
+    counted."""
+    if "searched" not in request.fixturenames:
+        share_searches(monkeypatch, KernelCache(session_cache))
     torch.manual_seed(0)
     torch.compiler.reset()
     monkeypatch.setattr(region_operator, "_programs", Kept())

@@ -29,6 +29,7 @@ from tests.fuzz.functions import Function, Line, draw_function
 from tests.fuzz.outcome import FINDINGS, Outcome, Tally
 from tests.fuzz.programs import Case, Source, Step
 from tests.fuzz.runs import EVERY, Plan, Replay, drawn, run
+from tests.ptx import device
 from tests.ptx.run import PtxError, TooLarge
 
 ROOT = Path(__file__).parent.parent
@@ -617,34 +618,39 @@ def test_random_programs_are_right_or_refused(front: str, first: int, step: int)
     draw_function(0, 0)
 
 
-NEEDS_GCC = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-#: prints what comes of a program whose kernel has one instruction in the place of another
-PLANTED = """
-import json
-import sys
-from unittest.mock import patch
-from tests.fuzz.check import Settings, check_case
-from tests.fuzz.programs import Case
-from tests.ptx import device
-
-case = Case.loads(json.loads(sys.argv[1]))
-real = device.executable
-with device.emulated_gpu():
-    for old, new in (("", ""), ("rsqrt.approx", "sqrt.approx"), ("st.global", "ld.global")):
-        with patch.object(device, "executable", lambda ptx: real(ptx.replace(old, new))):
-            print(check_case(case, Settings(None, gpu=True)).kind)
-"""
+#: what takes the place of an instruction of `NORM`'s kernel, and what comes of it
+FAULTS = {("", ""): "right", ("rsqrt.approx", "sqrt.approx"): "wrong",
+          ("st.global", "ld.global"): "illegal"}  # fmt: skip
 
 
-@NEEDS_GCC
-def test_faults_of_kernels_are_found() -> None:
-    pytest.importorskip("cutlass")
-    command = [sys.executable, "-c", PLANTED, NORM.dumps()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["right", "wrong", "illegal"]
+@pytest.mark.gpu
+@pytest.mark.ptx
+def test_faults_of_kernels_are_found(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not request.config.getoption("--ptx"):
+        pytest.skip("the PTX that a GPU runs is not changed here")
+    real, found = device.executable, dict[tuple[str, str], str]()
+    for old, new in FAULTS:
+        monkeypatch.setattr(
+            device, "executable", lambda ptx, old=old, new=new: real(ptx.replace(old, new))
+        )
+        found[old, new] = check_case(NORM, Settings(None, gpu=True)).kind
+    assert found == FAULTS
 
 
-@NEEDS_GCC
+@pytest.mark.gpu
+@pytest.mark.ptx
+def test_programs_that_were_wrong_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those whose mend no other test is about: found by other seeds, made small."""
+    monkeypatch.chdir(ROOT)
+    status = main(["--gpu", "--no-minimise", "--replay", "tests/fuzz/found.jsonl"])
+    assert status == 0, capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_kernels_of_random_programs_on_the_machine_of_ptx(tmp_path: Path) -> None:
     """In a process of its own: the machine has to be there before CuTe DSL is."""
     pytest.importorskip("cutlass")
@@ -655,13 +661,3 @@ def test_kernels_of_random_programs_on_the_machine_of_ptx(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert found["counts"]["right"] > 0 and found["launched"] > 0
-
-
-@NEEDS_GCC
-def test_programs_that_were_wrong_once() -> None:
-    """Those whose mend no other test is about: found by other seeds, made small."""
-    pytest.importorskip("cutlass")
-    command = [sys.executable, "-m", "tests.fuzz", "--ptx", "--no-minimise", "--replay",
-               "tests/fuzz/found.jsonl"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
