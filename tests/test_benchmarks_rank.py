@@ -30,7 +30,7 @@ from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
 from tests.benchmark_fakes import KNOBS, PLAIN, TINY, FakeBackend, right
 from tests.fake_runtime import record_launches
-from tests.tune_fakes import waits_only_for, workers_are_forks
+from tests.tune_fakes import waits_only_for
 
 # -------------------------------------------------------------------------------------- correlation
 
@@ -307,7 +307,6 @@ def test_a_hang_and_a_crash_cost_only_themselves(monkeypatch):
     worker = Worker(Breakable, timeout=1.0)
     try:
         assert worker.environment()["gpu"] == "scripted"
-        workers_are_forks(monkeypatch)  # those that replace it
         offers = [offer(i, make=Behaves(h)) for i, h in enumerate(
             ("right", "dies", "explodes", "hangs", "breaks", "right"), 1)]  # fmt: skip
         case = rank._measured(worker, Prepared(PLAIN, TINY, offers), KNOBS, None)

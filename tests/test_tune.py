@@ -36,21 +36,13 @@ from cutesuper.tune.process import make_sets
 from cutesuper.tune.tuner import Tuned, decide, tune
 from tests import zoo
 from tests.fake_runtime import record_launches
-from tests.tune_fakes import FakeDevice, waits_only_for, workers_are_forks
+from tests.tune_fakes import FakeDevice, waits_only_for
 
 M, K, N = 16, 128, 64
 
 
 def small() -> KernelGraph:
     return zoo.rms_norm_linear(M, K, N)
-
-
-@pytest.fixture(autouse=True)
-def forks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring processes are copies of this one, where no GPU has to survive that; that of a
-    script is started as for users."""
-    if request.node.get_closest_marker("gpu") is None:
-        workers_are_forks(monkeypatch)
 
 
 @pytest.fixture

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,44 +49,6 @@ def waits_only_for(patch: pytest.MonkeyPatch, step: str) -> None:
         worker._connection = cast("Any", Waiting(worker._connection, step))
 
     patch.setattr(isolate.Worker, "_start", started)
-
-
-class Fork:
-    """A copy of this process in the place of the one that a worker starts (`subprocess.Popen`),
-    which has PyTorch already: importing it is 2 of the 3 seconds that a scripted device takes."""
-
-    def __init__(self, command: Sequence[str], **_: Any) -> None:
-        self._ended = False
-        self._pid = os.fork()
-        if self._pid == 0:
-            _serve(command[-1])
-
-    def kill(self) -> None:
-        """End it, as `subprocess.Popen.kill`, which another process of this number survives."""
-        if not self._ended:
-            os.kill(self._pid, signal.SIGKILL)
-
-    def wait(self, timeout: float) -> None:
-        """Wait until it has ended; no seconds are counted, since it was killed."""
-        del timeout
-        os.waitpid(self._pid, 0)
-        self._ended = True
-
-
-def _serve(descriptor: str) -> NoReturn:
-    """The main function of a copy. Nothing that this process began is finished by it."""
-    try:
-        torch.set_num_threads(1)  # a fork copies no thread
-        sys.argv = ["", descriptor]
-        isolate.serve()
-    finally:
-        os._exit(1)
-
-
-def workers_are_forks(patch: pytest.MonkeyPatch) -> None:
-    """Have workers (`cutesuper.tune.isolate`) start as copies of this process."""
-    known = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
-    patch.setattr(isolate, "subprocess", SimpleNamespace(Popen=Fork, **known))
 
 
 @dataclass
