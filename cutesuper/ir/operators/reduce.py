@@ -140,7 +140,7 @@ class ArgMax(Reduction):
         if shapes[0][attributes["dim"]] == 1:
             raise ShapeError(
                 f"{show_call(self.name, shapes)}: along dim={attributes['dim']} there is one "
-                "element, whose place is 0"
+                "element; use graph.argmax(x, dim), or only_place(x), which is 0"
             )
         return result
 
