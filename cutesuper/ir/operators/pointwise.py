@@ -266,6 +266,8 @@ class OnlyPlace(_Unary):
 
     name = "only_place"
     only_place = True
+    keeps_zero = True
+    flat = True
     at_hidden = 0.0
 
     def dtype(self, attributes: Attributes) -> DType:
