@@ -181,17 +181,33 @@ PRIME: dict[str, tuple[Function, tuple[int, ...], int]] = {
     "sums up to each": (lambda x: x.softmax(-1).cumsum(-1), (3, 1031), 4),
     "nucleus": (lambda x: x.cumsum(-1), (1, 1031), 1),
     "loss": (_loss, (4, 1031), 6),
+    "loss, one row": (lambda x: F.cross_entropy(x, torch.tensor([1030]).cuda()), (1, 1031), 5),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", small(PRIME, "softmax", "sum", "mean and maximum", "rms norm", "sums up to each")
+    "name",
+    small(PRIME, "softmax", "sum", "mean and maximum", "rms norm", "sums up to each", "loss, one row"),
 )
 def test_rows_of_a_prime_length(short: None, name: str) -> None:
     """A part of a row that ends before it is filled up with what changes nothing."""
     f, shape, kernels = PRIME[name]
     check(f, (randn(*shape) / 2,), kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.ptx), 3])
+def test_gradients_of_losses_of_long_rows(short: None, rows: int) -> None:
+    """Labels in the first part and in the last one, and one that is ignored."""
+    labels = torch.tensor([1030, 2, -100][:rows]).cuda()
+    x = randn(rows, 1031).float().cuda().requires_grad_()
+    loss = cs.superoptimize(F.cross_entropy, (x, labels))(x, labels)
+    exact = x.detach().double().requires_grad_()
+    want = F.cross_entropy(exact, labels)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+    [found], [want] = (torch.autograd.grad(y, t) for y, t in ((loss, x), (want, exact)))
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-8)
 
 
 #: those that take the whole length
