@@ -19,9 +19,11 @@ from cutesuper.errors import GraphError, LoweringError, SearchError, ShapeError
 from cutesuper.ir.block import LOAD, KernelStep
 from cutesuper.ir.check import check_mugraph
 from cutesuper.ir.dims import MAX_ELEMENTS
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.serial import dumps, loads
 from cutesuper.ir.unseen import followed
 from cutesuper.pipeline import check_definition
+from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.kernel import arguments
 from cutesuper.skeletons.legality import refuse_many_rows
 from cutesuper.skeletons.planner import make_plan
@@ -180,8 +182,8 @@ PRIME: dict[str, tuple[Function, tuple[int, ...], int]] = {
     "strided": (lambda x: x.prod(0), (1031, 3), 2),
     "sums up to each": (lambda x: x.softmax(-1).cumsum(-1), (3, 1031), 4),
     "nucleus": (lambda x: x.cumsum(-1), (1, 1031), 1),
-    "loss": (_loss, (4, 1031), 6),
-    "loss, one row": (lambda x: F.cross_entropy(x, torch.tensor([1030]).cuda()), (1, 1031), 5),
+    "loss": (_loss, (4, 1031), 5),
+    "loss, one row": (lambda x: F.cross_entropy(x, torch.tensor([1030]).cuda()), (1, 1031), 4),
 }
 
 
@@ -289,6 +291,10 @@ def test_graphs_made_by_hand(short: None, name: str) -> None:
     )
 
 
+def _by_labels(g: KernelGraph, x: Any) -> Any:
+    return g.cross_entropy(x, g.new_input((x.shape[0], 1), "int64"))
+
+
 #: at the sizes that need it
 DIVIDED: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "softmax": (lambda g, x: g.softmax(x, 1), (8, 393216)),
@@ -299,6 +305,8 @@ DIVIDED: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "cumsum": (lambda g, x: g.cumsum(x, 1), (2, 1000003)),
     "norm": (lambda g, x: g.rms_norm(x, None), (8, 393217)),
     "sum": (lambda g, x: g.sum(x, 1), (1, 1 << 22)),
+    "loss": (_by_labels, (4, 300007)),
+    "loss, one row": (_by_labels, (1, 262145)),
 }
 
 
@@ -309,6 +317,23 @@ def test_long_rows_are_searched_and_verified(name: str) -> None:
     assert loads(dumps(mu)) == mu
     tensors = followed(mu)
     assert all(make_plan(step, tensors, H200) for step in mu.steps)
+
+
+def test_blocks_look_for_labels_in_their_parts() -> None:
+    """No row is stored for it, and one that a cluster holds is not divided."""
+    mu = found(rows((4, 300007), build=_by_labels)).candidates[0].mugraph
+    (picks,) = [s for s in mu.steps if any(op.kind == "pick" for op in s.program.ops)]
+    assert len(mu.steps) == 4 and picks.program.partials()
+    assert isinstance(make_plan(picks, followed(mu), H200), plan.RowPlan)
+    whole = found(rows((1, 262144), build=_by_labels)).candidates[0].mugraph
+    assert len(whole.steps) == 1
+
+
+def test_positions_are_taken_in_parts_of_rows_only() -> None:
+    mu = found(rows((4, 64), build=_by_labels)).candidates[0].mugraph
+    setting = Setting(H200, followed(mu))
+    with pytest.raises(LoweringError, match="a row kernel knows along parts of rows only"):
+        planner.plan_rows(mu.steps[0], setting)
 
 
 def test_pairs_are_loaded_as_pairs() -> None:
