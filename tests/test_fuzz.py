@@ -335,6 +335,18 @@ def test_what_overflows_says_nothing_about_other_elements() -> None:
     assert 1e-3 < bound[0] < 1e-2 and bound[1] == torch.inf
 
 
+def test_functions_in_float64_with_the_range_of_16_bits() -> None:
+    """Values and gradients that PyTorch stores: what kernels make of infinite ones is not judged,
+    whether PyTorch's own run meets one or not."""
+    source = Source((2,), "float16")
+    f = Function((source,), (Line("{0} * 300", (0,)), Line("{0} / 300", (1,))), (2,))
+    x = torch.tensor([200.0, 300.0], dtype=torch.float64, requires_grad=True)
+    [y] = functions.stored(f, [torch.ones(2).half()])(x)
+    assert y.tolist() == [200.0, torch.inf]
+    y.backward(torch.tensor([1e8, 1e3]))
+    assert x.grad is not None and x.grad.tolist() == [torch.inf, 1e3]
+
+
 def test_outputs_whose_bounds_say_nothing_are_not_counted_as_right() -> None:
     large = Case((Source((8, 32), "bfloat16", exponent=12),), (Step("square", (0,)),
                  Step("cos", (1,))), ((2, None),))  # fmt: skip

@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from cutesuper.runtime.checks import Signature
 from cutesuper.runtime.kernel import bucketed
 from cutesuper.torch.compile import trace
 from tests.fuzz import judge
-from tests.fuzz.arithmetic import Ball, unit
+from tests.fuzz.arithmetic import Ball, reach, unit
 from tests.fuzz.blocks import at_rows, execute_rounded
 from tests.fuzz.check import MAKING, Refused, Settings, Stage, Wrong, examined, held
 from tests.fuzz.data import elements
@@ -101,22 +102,27 @@ class Function:
 
     def source_text(self) -> str:
         """The function as Python."""
+        return self._text("{}")
+
+    def _text(self, value: str) -> str:
         n = len(self.sources)
         lines = [f"def f({', '.join(f'v{i}' for i in range(n))}):"]
         for k, line in enumerate(self.lines, n):
-            lines.append(f"    v{k} = {written(line, self.names())}")
+            lines.append(f"    v{k} = {value.format(written(line, self.names()))}")
         return "\n".join([*lines, f"    return ({''.join(f'v{i}, ' for i in self.outputs)})"])
 
     def names(self) -> list[str]:
         """The names of all values."""
         return [f"v{i}" for i in range(len(self.sources) + len(self.lines))]
 
-    def callable(self, exact: bool = False) -> Callable[..., tuple[Tensor, ...]]:
-        """The function; ``exact``: casts keep float64."""
-        text = self.source_text() + "\n"
+    def callable(
+        self, exact: bool = False, each: Callable[[Tensor], Tensor] | None = None
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """The function; ``exact``: casts keep float64; ``each``: what becomes of every value."""
+        text = self._text("each({})" if each else "{}") + "\n"
         name = "<fuzzed>"
         linecache.cache[name] = (len(text), None, text.splitlines(True), name)
-        space = {"torch": torch, "F": F, **types(exact)}
+        space = {"torch": torch, "F": F, "each": each, **types(exact)}
         exec(compile(text, name, "exec"), space)
         return space["f"]
 
@@ -403,6 +409,37 @@ class Noise(TorchDispatchMode):
         return 2 * torch.rand(y.shape, generator=self.generator, dtype=torch.float64) - 1
 
 
+class _Limited(torch.autograd.Function):
+    """A value, and its gradient, that are infinite beyond the largest number of a type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, largest: float) -> Tensor:
+        ctx.largest = largest
+        return _limited(x, largest)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _limited(grad, ctx.largest), None
+
+
+def _limited(x: Tensor, largest: float) -> Tensor:
+    return torch.where(x.abs() > largest, x.sign() * torch.inf, x)
+
+
+def stored(f: Function, inputs: list[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """The function in float64, whose values, and their gradients, have the range of the element
+    types that PyTorch has for them: any of them may be stored."""
+    kinds: list[torch.dtype] = []
+
+    def seen(y: Tensor) -> Tensor:
+        kinds.append(y.dtype)
+        return y
+
+    f.callable(each=seen)(*inputs)
+    largest = cycle([reach(kind) for kind in kinds])
+    return f.callable(exact=True, each=lambda y: _Limited.apply(y, next(largest)))
+
+
 def wanted_of(f: Function, inputs: list[Tensor]) -> list[Expected]:
     """The right results of a function."""
     double = [x.double() for x in inputs]
@@ -414,6 +451,7 @@ def wanted_of(f: Function, inputs: list[Tensor]) -> list[Expected]:
     for seed in range(NOISY):
         with Noise(u, seed):
             runs.append(exact(*double))
+    runs.append(stored(f, inputs)(*double))
     return [_expected(v, e, [r[k] for r in runs]) for k, (v, e) in
             enumerate(zip(values, eager, strict=True))]  # fmt: skip
 
@@ -429,11 +467,14 @@ def gradients_wanted(f: Function, inputs: list[Tensor]) -> list[Expected]:
         eager = _gradients(f.callable(), inputs)
     except RuntimeError:  # PyTorch has none for some operators of two element types
         eager = [v.to(x.dtype) for v, x in zip(exact, inputs, strict=True)]
-    u = max(unit(x.dtype) for x in inputs)
+    u, double = max(unit(x.dtype) for x in inputs), [x.double() for x in inputs]
     runs = []
     for seed in range(NOISY):
         with Noise(u, seed):
-            runs.append(_gradients(f.callable(exact=True), [x.double() for x in inputs]))
+            runs.append(_gradients(f.callable(exact=True), double))
+    with torch.no_grad():
+        limited = stored(f, inputs)
+    runs.append(_gradients(limited, double))
     return [_expected(v, e, [r[k] for r in runs], torch.inf) for k, (v, e) in
             enumerate(zip(exact, eager, strict=True))]  # fmt: skip
 
