@@ -105,6 +105,13 @@ def test_derivatives_of_means_of_nothing() -> None:
     assert [backward.nodes[i].shape for i in backward.outputs] == [(8, 0)]
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_functions_run_without_regions(name: str) -> None:
+    _, f, shapes = PROGRAMS[name]
+    inputs = tuple(torch.randn(s) for s in shapes)
+    checked(cs.superoptimize(f, inputs, target="h200"), f, list(inputs))
+
+
 def rows() -> KernelGraph:
     return graph_of(lambda g, x, w: g.silu(g.mul(x, w)), (cs.symbol("M", 16), 64), (64,))
 

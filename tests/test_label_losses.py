@@ -110,7 +110,9 @@ def test_other_losses_are_decomposed(name: str) -> None:
         "classes weigh": (lambda x, t: F.cross_entropy(x, t, weight.to(x.dtype)), (x, t)),
         "images": (F.cross_entropy, images),
         "smoothed, classes weigh": (
-            lambda x, t: F.cross_entropy(x, t, weight.to(x.dtype), label_smoothing=0.1), (x, t)),
+            lambda x, t: F.cross_entropy(x, t, weight.to(x.dtype), label_smoothing=0.1),
+            (x, t),
+        ),
     }[name]
     program, _ = in_parts(loss, inputs)
     check(program, loss, inputs)
@@ -119,7 +121,7 @@ def test_other_losses_are_decomposed(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.ptx
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_smoothed_losses_and_gradients_are_a_kernel_each(dtype: torch.dtype) -> None:
+def test_smoothed_losses_and_gradients_are_a_kernel_each(dtype: Any) -> None:
     def loss(x: Tensor, t: Tensor) -> Tensor:
         return F.cross_entropy(x, t, label_smoothing=0.1)
 

@@ -190,7 +190,9 @@ PRIME: dict[str, tuple[Function, tuple[int, ...], int]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name",
-    small(PRIME, "softmax", "sum", "mean and maximum", "rms norm", "sums up to each", "loss, one row"),
+    small(
+        PRIME, "softmax", "sum", "mean and maximum", "rms norm", "sums up to each", "loss, one row"
+    ),
 )
 def test_rows_of_a_prime_length(short: None, name: str) -> None:
     """A part of a row that ends before it is filled up with what changes nothing."""

@@ -461,8 +461,10 @@ class Kernel(Program):
         from cutesuper.runtime.program import export_program
 
         if self.graph.vacant:
-            raise GraphError(f"export {self!r}: a tensor of its graph has an extent of 0, so there "
-                             "are no kernels to write; leave it out of what is exported")  # fmt: skip
+            raise GraphError(
+                f"export {self!r}: a tensor of its graph has an extent of 0, so there are no "
+                "kernels to write; leave it out of what is exported"
+            )
         if any(to_dict(other.graph) != to_dict(self.graph) for other in others):
             raise GraphError(f"export {self!r}, {', '.join(map(repr, others))}: they compute "
                              "different graphs; give programs of one graph")  # fmt: skip

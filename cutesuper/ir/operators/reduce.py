@@ -44,7 +44,8 @@ class Reduction(Operator):
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         dim = normal_dim(self.name, shapes[0], attributes["dim"])
         attributes["dim"] = dim
-        if shapes[0][dim] == 0 and (self.selects or self.reduces.places):
+        how = self.reduces
+        if shapes[0][dim] == 0 and how is not None and (how.selects or how.places):
             raise ShapeError(f"{show_call(self.name, shapes)}: there is no element along dim={dim} "
                              "to choose; PyTorch refuses it as well")  # fmt: skip
         return tuple(1 if i == dim else d for i, d in enumerate(shapes[0]))
