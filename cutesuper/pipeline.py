@@ -24,7 +24,7 @@ from cutesuper.errors import (
     frameless,
 )
 from cutesuper.ir.arguments import check_options
-from cutesuper.ir.block import MuGraph
+from cutesuper.ir.block import MuGraph, TensorSpec
 from cutesuper.ir.check import check_graph, check_kernel_graph
 from cutesuper.ir.definitions import added, unknown
 from cutesuper.ir.dims import MAX_ELEMENTS, extent, open_size, size
@@ -32,7 +32,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, lookup
 from cutesuper.ir.unseen import followed
 from cutesuper.progress import progress_bar
-from cutesuper.report import ALTERNATIVES, cut_text, kernel_notes, variant_report
+from cutesuper.report import ALTERNATIVES, cut_text, kernel_notes, no_kernels_text, variant_report
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
@@ -199,6 +199,9 @@ class Prospect:
         self.options = options
         self._cache = cache
         self._on_progress = on_progress
+        self.cost_us, self._found = 0.0, []
+        if graph.vacant:
+            return
         hints = bucketed(graph)
         found = find(graph.with_hints(hints), options, on_progress, inf, cache)
         self.cost_us = found[1].candidate.cost_us
@@ -214,6 +217,8 @@ class Prospect:
         return Prospect(graph, self.options, self._cache, self._on_progress)
 
     def _variant(self, hints: dict[str, int]) -> Variant:
+        if self.graph.vacant:
+            return without_kernels(self.graph)
         graph = self.graph.with_hints(hints)
         ready = [f for h, f in self._found if h == hints]
         self._found = []  # the other results of the search are large
@@ -221,6 +226,16 @@ class Prospect:
             ready[0] if ready else find(graph, self.options, self._on_progress, inf, self._cache)
         )
         return compiled(graph, self.options, self._cache, *found)
+
+
+def without_kernels(graph: KernelGraph) -> Variant:
+    """The program for a graph one of whose tensors has no elements: the reference executor's."""
+    names = [graph.nodes[i].name for i in graph.inputs]
+    made = [f"out{n}" for n in range(len(graph.outputs))]
+    nodes = [graph.nodes[i] for i in (*graph.inputs, *graph.outputs)]
+    specs = [TensorSpec(k, n.shape, n.dtype) for k, n in zip(names + made, nodes, strict=True)]
+    mu = MuGraph({t.name: t for t in specs}, tuple(names), tuple(made), ())
+    return Variant(mu, (), lambda: no_kernels_text(graph))
 
 
 def best_variant(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from math import ceil
 from typing import TYPE_CHECKING
 
-from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dims import Symbol, show_shape
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.graph_text import kernel_graph_text
 from cutesuper.ir.text import mugraph_text
@@ -56,6 +56,14 @@ def variant_report(
         return narrow("\n\n".join([*known, f"== plan ==\n{plan}", f"== compiled ==\n{figures}"]))
 
     return report
+
+
+def no_kernels_text(graph: KernelGraph) -> str:
+    """The report on a program whose tensors have no elements."""
+    empty = next(n for n in graph.nodes if 0 in n.shape)
+    why = f"{empty.name}{show_shape(empty.shape)} has no elements"
+    return (f"no kernels: {why}, and PyTorch computes what there is\n\n== program ==\n"
+            f"{kernel_graph_text(graph)}")  # fmt: skip
 
 
 def narrow(text: str) -> str:

@@ -266,7 +266,7 @@ def test_every_operator_has_a_derivative() -> None:
     tested |= {"take_rows"}  # in tests/test_take_rows.py
     tested |= {"put_rows"}  # in tests/test_put_rows.py
     tested |= {"pick", "label_weight", "cross_entropy"}  # in tests/test_labels.py
-    tested |= {"argmax"}  # in tests/test_places.py
+    tested |= {"argmax", "only_place"}  # in tests/test_places.py
     for name, op in TABLE.items():
         if name not in ("input", "constant"):
             assert type(op).derivative is not Operator.derivative, name

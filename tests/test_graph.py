@@ -399,12 +399,12 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
         "new_input(dims=4): dims must be a tuple of extents",
     ),
     (
-        lambda g, x, w: g.new_input((4, 0)),
+        lambda g, x, w: g.new_input((4, -1)),
         ShapeError,
-        "new_input(dims=[4, 0]): extent 1 is 0; extents are positive ints or symbols",
+        "new_input(dims=[4, -1]): extent 1 is -1; extents are ints from 0 on, or symbols",
     ),
-    (lambda g, x, w: g.new_input((M, 0)), ShapeError, "new_input(dims=[M, 0]): extent 1 is 0"),
-    (lambda g, x, w: g.new_input((2.0,)), ShapeError, "extent 0 is 2.0; extents are positive ints"),
+    (lambda g, x, w: g.new_input((M, -2)), ShapeError, "new_input(dims=[M, -2]): extent 1 is -2"),
+    (lambda g, x, w: g.new_input((2.0,)), ShapeError, "extent 0 is 2.0; extents are ints from"),
     (
         lambda g, x, w: (g.new_input((M, 4)), g.new_input((symbol("M", 7), 4))),
         ShapeError,

@@ -143,7 +143,7 @@ def test_no_bucket_and_no_gradient_is_made_in_a_capture(
     g = cs.new_kernel_graph()
     g.mark_output(g.new_input((cs.symbol("M", 8), 64), cs.float16, "x") * 2.0)
     kernel = Kernel(g, H200, make, derive, deferred=deferred)
-    x: Any = SimpleNamespace(requires_grad=True, is_cuda=True)
+    x: Any = SimpleNamespace(requires_grad=True, is_cuda=True, numel=lambda: 512)
 
     def differentiated() -> Any:
         called: Any = kernel._record([x], None)

@@ -19,9 +19,11 @@ from cutesuper.errors import GraphError, LoweringError, SearchError, ShapeError
 from cutesuper.ir.block import LOAD, KernelStep
 from cutesuper.ir.check import check_mugraph
 from cutesuper.ir.dims import MAX_ELEMENTS
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.serial import dumps, loads
 from cutesuper.ir.unseen import followed
 from cutesuper.pipeline import check_definition
+from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.kernel import arguments
 from cutesuper.skeletons.legality import refuse_many_rows
 from cutesuper.skeletons.planner import make_plan
@@ -180,18 +182,36 @@ PRIME: dict[str, tuple[Function, tuple[int, ...], int]] = {
     "strided": (lambda x: x.prod(0), (1031, 3), 2),
     "sums up to each": (lambda x: x.softmax(-1).cumsum(-1), (3, 1031), 4),
     "nucleus": (lambda x: x.cumsum(-1), (1, 1031), 1),
-    "loss": (_loss, (4, 1031), 6),
+    "loss": (_loss, (4, 1031), 5),
+    "loss, one row": (lambda x: F.cross_entropy(x, torch.tensor([1030]).cuda()), (1, 1031), 4),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", small(PRIME, "softmax", "sum", "mean and maximum", "rms norm", "sums up to each")
+    "name",
+    small(
+        PRIME, "softmax", "sum", "mean and maximum", "rms norm", "sums up to each", "loss, one row"
+    ),
 )
 def test_rows_of_a_prime_length(short: None, name: str) -> None:
     """A part of a row that ends before it is filled up with what changes nothing."""
     f, shape, kernels = PRIME[name]
     check(f, (randn(*shape) / 2,), kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.ptx), 3])
+def test_gradients_of_losses_of_long_rows(short: None, rows: int) -> None:
+    """Labels in the first part and in the last one, and one that is ignored."""
+    labels = torch.tensor([1030, 2, -100][:rows]).cuda()
+    x = randn(rows, 1031).float().cuda().requires_grad_()
+    loss = cs.superoptimize(F.cross_entropy, (x, labels))(x, labels)
+    exact = x.detach().double().requires_grad_()
+    want = F.cross_entropy(exact, labels)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+    [found], [want] = (torch.autograd.grad(y, t) for y, t in ((loss, x), (want, exact)))
+    torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-8)
 
 
 #: those that take the whole length
@@ -273,6 +293,10 @@ def test_graphs_made_by_hand(short: None, name: str) -> None:
     )
 
 
+def _by_labels(g: KernelGraph, x: Any) -> Any:
+    return g.cross_entropy(x, g.new_input((x.shape[0], 1), "int64"))
+
+
 #: at the sizes that need it
 DIVIDED: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "softmax": (lambda g, x: g.softmax(x, 1), (8, 393216)),
@@ -283,6 +307,8 @@ DIVIDED: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "cumsum": (lambda g, x: g.cumsum(x, 1), (2, 1000003)),
     "norm": (lambda g, x: g.rms_norm(x, None), (8, 393217)),
     "sum": (lambda g, x: g.sum(x, 1), (1, 1 << 22)),
+    "loss": (_by_labels, (4, 300007)),
+    "loss, one row": (_by_labels, (1, 262145)),
 }
 
 
@@ -293,6 +319,23 @@ def test_long_rows_are_searched_and_verified(name: str) -> None:
     assert loads(dumps(mu)) == mu
     tensors = followed(mu)
     assert all(make_plan(step, tensors, H200) for step in mu.steps)
+
+
+def test_blocks_look_for_labels_in_their_parts() -> None:
+    """No row is stored for it, and one that a cluster holds is not divided."""
+    mu = found(rows((4, 300007), build=_by_labels)).candidates[0].mugraph
+    (picks,) = [s for s in mu.steps if any(op.kind == "pick" for op in s.program.ops)]
+    assert len(mu.steps) == 4 and picks.program.partials()
+    assert isinstance(make_plan(picks, followed(mu), H200), plan.RowPlan)
+    whole = found(rows((1, 262144), build=_by_labels)).candidates[0].mugraph
+    assert len(whole.steps) == 1
+
+
+def test_positions_are_taken_in_parts_of_rows_only() -> None:
+    mu = found(rows((4, 64), build=_by_labels)).candidates[0].mugraph
+    setting = Setting(H200, followed(mu))
+    with pytest.raises(LoweringError, match="a row kernel knows along parts of rows only"):
+        planner.plan_rows(mu.steps[0], setting)
 
 
 def test_pairs_are_loaded_as_pairs() -> None:

@@ -149,7 +149,9 @@ def test_values_have_gradients_and_places_have_none() -> None:
         (lambda g, x: g.pick(x, g.argmax(x, 1)), "must be an int64 or int32 input"),
         (lambda g, x: g.mark_output(g.argmax(x, 1), "float32"), "it is int64; leave the type out"),
         (lambda g, x: g.mark_output(g.max(x, 1), "int64"), "nothing is computed in integers"),
-        (lambda g, x: g.argmax(g.sum(x, 1), 1), "there is one element, whose place is 0"),
+        (lambda g, x: g.apply("argmax", g.sum(x, 1), dim=1), r"one element; use graph.argmax"),
+        (lambda g, x: g.argmax(g.sum(x, 1), 1, keepdim=True), "leave keepdim out"),
+        (lambda g, x: g.mul(g.argmax(g.sum(x, 1), 1), 2.0), r"is int64, which only"),
         (lambda g, x: cs.grad(g, outputs=[g.mark_output(g.argmax(x, 1))]), "no gradient"),
         (lambda g, x: g.mark_output(g.argmax(g.concat([x, x], 1), 1)).graph.expanded(),
          "places count from the beginning of the whole"),
@@ -181,6 +183,41 @@ def test_functions_go_on_with_places_in_pytorch(monkeypatch: pytest.MonkeyPatch)
 
     x = torch.randn(6, 40)
     check(traced(monkeypatch, program, (x,), rest="torch"), program, (x,))
+
+
+ALONE = {
+    "column": (lambda x: x.argmax(1), (4, 1)),
+    "row": (lambda x: x.argmin(0, keepdim=True), (1, 4)),
+    "all": (lambda x: x.argmax(), (1, 1)),
+    "values": (lambda x: x.min(-1), (3, 5, 1)),
+    "computed": (lambda x: x.sum(1, keepdim=True).argmax(1), (4, 8)),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_traced_places_of_single_elements(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    program, shape = ALONE[case]
+    x = torch.randn(shape)
+    check(traced(monkeypatch, program, (x,)), program, (x,))
+
+
+def test_programs_store_places_of_single_elements_as_integers() -> None:
+    mu = best(places((4, 1)))
+    assert loads(dumps(mu)) == mu
+    place = next(i for i, op in enumerate(mu.steps[0].program.ops) if op.kind == "only_place")
+    with pytest.raises(GraphError, match="out0 is int64, and only lengths, tables and labels are"):
+        check_mugraph(change(mu, 0, place, kind="square"))
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.parametrize(("shape", "dim"), [((5, 1), 1), ((1, 7), 0), ((1, 1), 0)], ids=str)
+def test_kernels_store_places_of_single_elements(shape: tuple[int, ...], dim: int) -> None:
+    """0, whatever the element is."""
+    x = torch.tensor([nan, inf, -inf, 2.0, -0.0, 1.0, -3.0])[: max(shape)].view(shape).cuda()
+    place, value = cs.superoptimize(places(shape, dim))(x)
+    assert torch.equal(place, x.argmax(dim, keepdim=True))
+    torch.testing.assert_close(value, x, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

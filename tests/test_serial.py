@@ -158,8 +158,8 @@ def put(*path: Any) -> Change:
 
 
 KERNEL_GRAPHS: dict[str, tuple[Change, str]] = {
-    "extent": (put("nodes", 0, "dims", 0, -3), "extent -3 is not a positive int"),
-    "bool extent": (put("nodes", 0, "dims", 0, True), "extent True is not a positive int"),
+    "extent": (put("nodes", 0, "dims", 0, -3), "extent -3 is not an int from 0 on"),
+    "bool extent": (put("nodes", 0, "dims", 0, True), "extent True is not an int from 0"),
     "symbol": (put("nodes", 0, "dims", 0, {"symbol": "M M", "hint": 1}), "must be an identifier"),
     "hint": (put("nodes", 0, "dims", 0, {"symbol": "M", "hint": -1}), "must be a positive int"),
     "inner symbol": (put("nodes", 0, "dims", 1, {"symbol": "M", "hint": 1}), "dimensions M and"),

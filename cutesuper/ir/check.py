@@ -632,7 +632,8 @@ def _check_integers(mu: MuGraph, step: KernelStep, pairs: Collection[str]) -> No
             if dtype not in taker.integer_types:
                 allowed = " or ".join(d.name for d in taker.integer_types)
                 raise GraphError(f"{where}: {taker.name} takes {allowed}, and {name} is {dtype}")
-        places = op.kind == STORE and ops[op.inputs[0]].places
+        stored = ops[op.inputs[0]] if op.kind == STORE else op
+        places = op.kind == STORE and (stored.places or stored.facets.only_place)
         if places and not integers:
             raise GraphError(
                 f"{where}: {name} is {dtype}, and takes places (argmax), which are int64"

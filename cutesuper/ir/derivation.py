@@ -208,7 +208,7 @@ class Derivation(KernelGraph):
                 f"derivative of mean({operand!r}, dim={dim}): needs 1 / {n}, which is known only "
                 "at the call; use sum, and pass the factor as an input"
             )
-        return self.mul(t, 1.0 / n)
+        return self.mul(t, 1.0 / n) if n else t  # which has no elements in the end
 
     def _mean_for_sum(self, t: Tensor, dim: int, n: int | Symbol) -> Tensor | None:
         """``t / n`` by turning a factor that is a sum over ``dim`` into a mean."""

@@ -128,7 +128,8 @@ class KernelGraph(NamedOperators):
         Args:
             dims: extents, of which any may be a `Symbol` (``cs.symbol("M")``). Which ones a kernel
                 takes is up to its loop: matrix products the first extent, rows any but that of a
-                row, attention those of rows and keys.
+                row, attention those of rows and keys. With an extent of 0 there is no kernel, and
+                PyTorch computes what there is.
             dtype: fp16, bf16 or fp32, which may differ from input to input; int32 for lengths and
                 tables of pages (`length_mask`, `gather_pages`); int64 or int32 for labels (`pick`,
                 `label_weight`) and indices of rows (`take_rows`, `put_rows`).
@@ -138,7 +139,7 @@ class KernelGraph(NamedOperators):
                 the stream has finished. Weights are, activations are not.
 
         Raises:
-            ShapeError: an extent that is neither a positive int nor a Symbol.
+            ShapeError: an extent that is neither an int from 0 on nor a Symbol.
             DTypeError: another element type.
             GraphError: a name that is taken, or that cannot be printed.
             OptionError: ``constant`` is neither True nor False.
@@ -152,12 +153,12 @@ class KernelGraph(NamedOperators):
                 "scalar, or a number where an operand may be one"
             )
         for i, d in enumerate(shape):
-            number = isinstance(d, int) and not isinstance(d, bool) and d > 0
+            number = isinstance(d, int) and not isinstance(d, bool) and d >= 0
             if not (number or isinstance(d, Symbol)):
                 texts = [str(e) if isinstance(e, Symbol) else repr(e) for e in shape]
                 raise ShapeError(
                     f"new_input(dims=[{', '.join(texts)}]): extent {i} is {texts[i]}; extents are "
-                    "positive ints or symbols"
+                    "ints from 0 on, or symbols"
                 )
             if isinstance(d, Symbol):
                 self._check_symbol(d)
@@ -227,6 +228,11 @@ class KernelGraph(NamedOperators):
         made = {n: self.nodes[i] for n, i in enumerate(self.outputs)}
         return {n: self.inputs.index(p.inputs[0]) for n, p in made.items() if p.facets.puts}
 
+    @property
+    def vacant(self) -> bool:
+        """True if a tensor has no elements whatever the symbols are: an extent is 0."""
+        return any(0 in n.shape for n in self.nodes)
+
     def tensor(self, index: int) -> Tensor:
         """Handle of node ``index``, as returned by the builder."""
         return Tensor(self, index)
@@ -273,12 +279,15 @@ class KernelGraph(NamedOperators):
         Concatenations and slices remain at its border only (`cutesuper.ir.border`).
 
         before: ``y = rms_norm(x)``; after: ``y = div(x, sqrt(add(mean(square(x)), 1e-6)))``.
-        Inputs keep their order, their names and their attributes, used or not.
+        Inputs keep their order, their names and their attributes, used or not. A graph with an
+        extent of 0 stays as it is: it has no kernels, and a maximum of nothing is refused.
 
         Raises:
             OperatorError, GraphError: a concatenation or a slice that cannot be removed, see
                 `cutesuper.ir.remove_concat`.
         """
+        if self.vacant:
+            return self
         g = self._primitive()
         if any(lookup(n.operator).cuts for n in g.nodes):
             from cutesuper.ir.remove_concat import without_pieces

@@ -106,7 +106,7 @@ def _read_kernel_graph(data: dict[str, Any]) -> KernelGraph:
     g = KernelGraph()
     for entry in data["nodes"]:
         if entry["operator"] == INPUT:
-            dims = [_read_dim(d) for d in entry["dims"]]
+            dims = [_read_dim(d, least=0) for d in entry["dims"]]
             constant = _read(bool, entry["constant"])
             g.new_input(dims, entry["dtype"], _read(str, entry["name"]), constant)
         else:
@@ -197,11 +197,11 @@ def _dim(d: Dim) -> Any:
     return {"symbol": d.name, "hint": d.hint} if isinstance(d, Symbol) else d
 
 
-def _read_dim(d: Any) -> Dim:
+def _read_dim(d: Any, least: int = 1) -> Dim:
     if isinstance(d, dict):
         return symbol(d["symbol"], d["hint"])
-    if isinstance(d, bool) or not isinstance(d, int) or d < 1:
-        raise FormatError(f"graph JSON: extent {d!r} is not a positive int")
+    if isinstance(d, bool) or not isinstance(d, int) or d < least:
+        raise FormatError(f"graph JSON: extent {d!r} is not an int from {least} on")
     return d
 
 

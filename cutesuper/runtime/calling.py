@@ -111,8 +111,9 @@ class Program(ABC):
 
     ``program(x, w)`` takes torch tensors and returns a tensor (a tuple for several outputs);
     ``program([x, w])`` and ``program(inputs=[x, w])`` return a list. On CUDA tensors the compiled
-    kernels run on the current stream; calls can be captured into CUDA graphs. On CPU tensors the
-    reference executor runs. ``out=`` receives the results in place of new tensors.
+    kernels run on the current stream; calls can be captured into CUDA graphs. On CPU tensors, and
+    where a tensor has an extent of 0, the reference executor runs. ``out=`` receives the results in
+    place of new tensors.
 
     Attributes:
         graph: the definition.
@@ -210,8 +211,8 @@ class Program(ABC):
         if extents is None:
             return self._record(inputs, out)
         device = inputs[0].device
-        if device.type not in KERNEL_DEVICES:
-            return self._run_on_cpu(inputs, out, extents)
+        if device.type not in KERNEL_DEVICES or signature.vacant(extents):
+            return self._run_reference(inputs, out, extents)
         if device.index not in self._devices:
             self._admit(device)
         launches = self._launches(extents)
@@ -241,7 +242,7 @@ class Program(ABC):
             "or differentiate cutesuper.superoptimize(program.graph)",
         )
 
-    def _run_on_cpu(self, inputs: Sequence[Any], out: Any, extents: dict[str, int]) -> list[Any]:
+    def _run_reference(self, inputs: Sequence[Any], out: Any, extents: dict[str, int]) -> list[Any]:
         self._check_operators()
         results = run_reference(self.graph, list(inputs))
         if out is None:

@@ -79,6 +79,7 @@ class Signature:
         read = [graph.inputs.index(j) for n in graph.nodes for j in n.inputs if j in graph.inputs]
         #: of these, those whose input may be the output: nothing else reads it
         self._in_place = {n for n, k in self.continued.items() if read.count(k) == 1}
+        self._vacant = graph.vacant
         found = {d.name: d for s in self.shapes for d in s if isinstance(d, Symbol)}
         self.symbols = tuple(found.values())
         #: for each input: the number of its first dimensions behind which all are known
@@ -114,7 +115,7 @@ class Signature:
                         same = same and n == (
                             extents.setdefault(d.name, n) if isinstance(d, Symbol) else d
                         )
-                    same = same and 0 < t.numel() <= MAX_ELEMENTS
+                    same = same and t.numel() <= MAX_ELEMENTS
                 else:
                     same = t.shape == want
                 good = t.dtype is self.dtypes[i] and t.is_contiguous() and t.device == device
@@ -126,6 +127,10 @@ class Signature:
             self._refuse_others(inputs, error)
             raise
         return None if recorded else extents
+
+    def vacant(self, extents: dict[str, int]) -> bool:
+        """True if a tensor has no elements for these extents: kernels are for those that have."""
+        return self._vacant or 0 in extents.values()
 
     def refusal(self, inputs: Sequence[Any], remedy: str) -> GraphError:
         """The error for an input whose gradient cannot be recorded.
@@ -246,8 +251,6 @@ class Signature:
             if i == 0 and tuple(t.shape[1:]) == shape[1:]:
                 more = "; with cutesuper.symbol('M') in its place the graph takes any number"
             raise ShapeError(f"{what} has shape {list(t.shape)}, must be {show_shape(want)}{more}")
-        if t.numel() == 0:
-            raise ShapeError(f"{what} is empty ({list(t.shape)}); there is nothing to compute")
         if self._open[i]:
             check_size(what, t.shape)
 
@@ -258,7 +261,7 @@ class Signature:
                 f"{what} is not contiguous (strides {list(t.stride())}); call "
                 ".contiguous(), or put the transposition into the graph"
             )
-        if not t.data_ptr() and (t.is_cuda or not t.untyped_storage().nbytes()):
+        if t.numel() and not t.data_ptr() and (t.is_cuda or not t.untyped_storage().nbytes()):
             raise LayoutError(
                 f"{what} has no memory: it was freed (a sharded parameter?), or it "
                 "is a fake tensor; call it with a tensor that has its elements"

@@ -16,6 +16,7 @@ from cutesuper.ir.arguments import as_path
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.definitions import Defined
 from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.serial import to_dict
 from cutesuper.runtime.calling import Launches, Picker, Program, picker
@@ -293,6 +294,11 @@ class Kernel(Program):
 
     def _derived(self, names: tuple[str, ...]) -> Gradient | GraphError:
         self._check_operators()
+        if self.graph.vacant:
+            return GraphError(
+                "kernel.gradient(...): a tensor of the graph has an extent of 0, so there are no "
+                "kernels; call it and backward(), and PyTorch computes its gradients"
+            )
         if self._differentiate is None:
             return GraphError(
                 "kernel.gradient(...): a program that was given has no backward; differentiate "
@@ -313,6 +319,8 @@ class Kernel(Program):
                 "what is written to out= has none; leave out= out, or call it under "
                 "torch.no_grad()",
             )
+        if not all(t.numel() for t in inputs):  # no kernels: PyTorch differentiates what there is
+            return run_reference(self.graph, list(inputs))
         there = self._reached.get(names)
         if there is None:
             there = self._reached[names] = self._having_gradients(names)
@@ -446,12 +454,17 @@ class Kernel(Program):
         Raises:
             FormatError: ``path`` is not the name of a file, or ``header`` no name in C.
             OptionError: functions of C for programs of several architectures.
-            GraphError: another one is of another graph.
+            GraphError: another one is of another graph, or there are no kernels.
             CompileError: two for one architecture, no C compiler or no static CUDA runtime to link
                 with, or the file cannot be written.
         """
         from cutesuper.runtime.program import export_program
 
+        if self.graph.vacant:
+            raise GraphError(
+                f"export {self!r}: a tensor of its graph has an extent of 0, so there are no "
+                "kernels to write; leave it out of what is exported"
+            )
         if any(to_dict(other.graph) != to_dict(self.graph) for other in others):
             raise GraphError(f"export {self!r}, {', '.join(map(repr, others))}: they compute "
                              "different graphs; give programs of one graph")  # fmt: skip
@@ -459,7 +472,8 @@ class Kernel(Program):
 
     def __repr__(self) -> str:
         names = ", ".join(s.name for s in self.kernels)
-        return f"Kernel({len(self.kernels)} kernel(s): {names}; {self.target.name})"
+        count = f"{len(self.kernels)} kernel(s): {names}" if names else "no kernels"
+        return f"Kernel({count}; {self.target.name})"
 
 
 def gradient_text(gradient: Gradient) -> str:

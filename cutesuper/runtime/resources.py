@@ -96,18 +96,18 @@ def combine(parts: Sequence[Resources]) -> Resources:
         instructions.update(part.instructions)
         ptx.update(part.ptx)
     return Resources(
-        registers=max(p.registers for p in parts),
-        stack_bytes=max(p.stack_bytes for p in parts),
-        shared_bytes=max(p.shared_bytes for p in parts),
-        threads=max(p.threads for p in parts),
-        barriers=max(p.barriers for p in parts),
+        registers=max((p.registers for p in parts), default=0),
+        stack_bytes=max((p.stack_bytes for p in parts), default=0),
+        shared_bytes=max((p.shared_bytes for p in parts), default=0),
+        threads=max((p.threads for p in parts), default=0),
+        barriers=max((p.barriers for p in parts), default=0),
         code_bytes=sum(p.code_bytes for p in parts),
         instructions=dict(instructions),
         ptx=dict(ptx),
-        source=parts[0].source,
+        source=parts[0].source if parts else "",
         kernels=tuple(name for p in parts for name in p.kernels),
         shared_is_exact=all(p.shared_is_exact for p in parts),
-        stages=max(p.stages for p in parts),
+        stages=max((p.stages for p in parts), default=0),
     )
 
 

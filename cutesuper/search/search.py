@@ -199,6 +199,11 @@ def search(
     """
     check_options(budget_s=budget_s, executor=executor, on_progress=on_progress)
     check_kernel_graph(graph)
+    if graph.vacant:
+        raise SearchError(
+            "a tensor of the graph has an extent of 0, and kernels are for tensors "
+            "that have elements; superoptimize(graph) runs it without any"
+        )
     found = _Search(graph, target, options, budget_s, executor, on_progress, verify, known, near)
     found.most_us = most_us
     return found.run()

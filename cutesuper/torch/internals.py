@@ -11,7 +11,7 @@
 * ``CheckpointPolicy`` in ``node.meta["recompute"]``, as activation checkpointing leaves it: what
   the backward graph computes again.
 * ``torch._inductor.decomposition``: decompositions of operators that ``torch.export`` leaves whole;
-  ``torch._decomp``: that of one operator.
+  ``torch._decomp``: that of one operator, and ``OpOverload._op_dk`` that of one made of others.
 * ``torch.autograd.Function.apply`` is replaced while a function is traced: ``torch.export`` looks
   through it, and its graph does not show that the function had a formula of its own.
 * ``torch.export._trace``: of a function that it cannot trace it prints the graph that there is.
@@ -34,6 +34,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -194,9 +195,12 @@ def decompositions(known: Callable[[object], bool]) -> Any:
 
 
 def decomposition(op: Any) -> Callable[..., Any]:
-    """PyTorch's own decomposition of an operator."""
+    """PyTorch's own decomposition of an operator: what it is made of, or its entry of the table."""
     from torch._decomp import get_decompositions
 
+    made = torch._C.DispatchKey.CompositeImplicitAutograd
+    if op.has_kernel_for_dispatch_key(made):  # `op.decompose` would come to our own formula again
+        return partial(op._op_dk, made)
     return get_decompositions([op])[op]
 
 

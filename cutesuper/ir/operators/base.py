@@ -85,6 +85,8 @@ class Operator:
     exponential: ClassVar[bool] = False
     #: the operator that computes 1 / result from the same operand, in one step
     reciprocal: ClassVar[str | None] = None
+    #: the place of the only element along a dimension, which is stored as an integer
+    only_place: ClassVar[bool] = False
     #: changes the order of dimensions and nothing else
     permutes: ClassVar[bool] = False
     #: makes the elements of the last dimension of others of their row: it changes their places, and

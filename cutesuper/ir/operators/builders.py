@@ -111,6 +111,13 @@ class NamedOperators:
         """Mirage's name for `sum`."""
         return self.sum(a, dim)
 
+    def argmax(self, a: Tensor, dim: int, **attributes: Any) -> Tensor:
+        """Place of the largest element along ``dim``, int64: the first of equal ones, or of NaN."""
+        shape = self._operand("argmax", a).shape
+        if not attributes and shape[normal_dim("argmax", shape, dim)] == 1:
+            return self.apply("only_place", a)
+        return self.apply("argmax", a, dim=dim, **attributes)
+
     def cumsum(self, a: Tensor, dim: int = -1, reverse: bool = False) -> Tensor:
         """Sums along ``dim`` of the elements up to each, or from each on (``reverse``)."""
         dim = normal_dim("cumsum", a.shape, dim) if a.shape else -1

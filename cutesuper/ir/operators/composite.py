@@ -19,7 +19,7 @@ from cutesuper.ir.operators.base import (
     torch_module,
 )
 from cutesuper.ir.operators.index import LabelWeight, LengthMask, Pick
-from cutesuper.ir.operators.reduce import shares
+from cutesuper.ir.operators.reduce import Max, shares
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -217,6 +217,8 @@ class Amax(Operator):
                 f"{show_call(self.name, shapes)}: dims={list(dims)} must name at least one "
                 "dimension, and each once"
             )
+        for dim in dims:
+            Max().shape(shapes, {"dim": dim})
         return tuple(1 if i in dims else n for i, n in enumerate(shapes[0]))
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:

@@ -11,7 +11,7 @@ from math import inf, isnan, nan, pi, sqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import DTypeError, OperatorError
-from cutesuper.ir.dtypes import ALL, DType, as_dtype
+from cutesuper.ir.dtypes import ALL, DType, as_dtype, int64
 from cutesuper.ir.field import NoNumber, Unbounded
 from cutesuper.ir.operators.base import (
     LARGEST,
@@ -258,6 +258,32 @@ class Convert(_Unary):
                 f"{', '.join(ALL)}"
             )
         return {"dtype": dtype.name}
+
+
+@operator
+class OnlyPlace(_Unary):
+    """Place of the only element along a dimension of one: 0, int64, whatever the element is."""
+
+    name = "only_place"
+    only_place = True
+    keeps_zero = True
+    flat = True
+    at_hidden = 0.0
+
+    def dtype(self, attributes: Attributes) -> DType:
+        return int64
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return torch_module().zeros_like(args[0])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[None]:
+        """None: places are integers."""
+        return (None,)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.at_least(args[0], 0.0) * 0.0
 
 
 @operator

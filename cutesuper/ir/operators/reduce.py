@@ -44,6 +44,10 @@ class Reduction(Operator):
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         dim = normal_dim(self.name, shapes[0], attributes["dim"])
         attributes["dim"] = dim
+        how = self.reduces
+        if shapes[0][dim] == 0 and how is not None and (how.selects or how.places):
+            raise ShapeError(f"{show_call(self.name, shapes)}: there is no element along dim={dim} "
+                             "to choose; PyTorch refuses it as well")  # fmt: skip
         return tuple(1 if i == dim else d for i, d in enumerate(shapes[0]))
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -140,7 +144,7 @@ class ArgMax(Reduction):
         if shapes[0][attributes["dim"]] == 1:
             raise ShapeError(
                 f"{show_call(self.name, shapes)}: along dim={attributes['dim']} there is one "
-                "element, whose place is 0"
+                "element; use graph.argmax(x, dim), or only_place(x), which is 0"
             )
         return result
 

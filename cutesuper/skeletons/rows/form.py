@@ -201,7 +201,7 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     clustered = bool(reduced) and _exceeds_a_block(program, row)
     if clustered or counted:
         check_index(region)
-    if clustered and not counted and not _fits_a_cluster(program, row):
+    if clustered and not _fits_a_cluster(program, row) and _counts_columns(program):
         _check_parts(program, row)
         return RowForm(row, True, parted=True)
     if clustered:
@@ -240,12 +240,17 @@ def exceeds_a_cluster(length: int, alone: bool) -> bool:
 
 
 def _fits_a_cluster(program: LabelledProgram, row: str) -> bool:
-    """True if a cluster can hold one of several rows."""
+    """True if a cluster can hold a row, one of several or one of which positions are taken."""
     try:
         check_cluster_row(program, row)
     except SearchError:
         return False
-    return len(program.dims) > 1
+    return len(program.dims) > 1 or any("columns" in op.attributes for op in program.ops)
+
+
+def _counts_columns(program: LabelledProgram) -> bool:
+    """True if positions are those along rows, and none are those of rows."""
+    return all(op.attributes.get("rows") is None for op in program.ops)
 
 
 def _check_parts(program: LabelledProgram, row: str) -> None:

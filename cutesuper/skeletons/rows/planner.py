@@ -258,6 +258,7 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
         program, arguments, column, rows, loads, stores, reductions, (),
         RowSchedule(1, 1, 1, 1),
     )  # fmt: skip
+    _check_positions(plan, where)
     one_way = walks_one_way(program.ops, bool(reductions))
     held = plan.length if plan.scans and not one_way else plan.part
     if (reductions or plan.scans) and schedule is None and held > MAX_ROW:
@@ -310,14 +311,22 @@ def _check_structure(program: BlockProgram, where: str) -> None:
                 f"{where}: {op.kind} (operation {i}) has no place in a row kernel, which holds "
                 "whole rows"
             )
-        if op.facets.masks:
-            raise LoweringError(
-                f"{where}: {op.kind} (operation {i}) depends on positions, which a row kernel does "
-                "not know; add an input of 0 and -inf in its place"
-            )
     kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
     if kinds:
         raise LoweringError(f"{where}: a row kernel has grid axes only, not {', '.join(kinds)}")
+
+
+def _check_positions(plan: RowPlan, where: str) -> None:
+    """Refuse positions but those along rows that the grid divides."""
+    for i, op in enumerate(plan.program.ops):
+        if not op.facets.masks:
+            continue
+        along = op.attributes["columns"], op.attributes["rows"]
+        if not plan.parted or along != (plan.column, None):
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) depends on positions, which a row kernel "
+                "knows along parts of rows only; add an input of 0 and -inf in its place"
+            )
 
 
 def _column(

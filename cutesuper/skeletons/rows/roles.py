@@ -52,21 +52,22 @@ class Roles:
 
 def walks(program: BlockProgram, target: Target) -> bool:
     """True if a program without products is a row loop.
-    Because of its axes, of the operations that end them, because it takes positions, or because its
-    rows are long."""
+    Because of its axes, of the operations that end them, because it takes positions in rows that no
+    grid divides, or because its rows are long."""
     if any(op.facets.turns for op in program.ops):
         return False
     kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
-    if kinds or any(op.kind in ENDING or op.facets.masks for op in program.ops):
+    if kinds or any(op.kind in ENDING for op in program.ops):
         return True
+    along = {op.attributes["over"] for op in program.ops if op.facets.reduces}
+    parted = any(program.parts_along(d, AxisKind.GRID) > 1 for d in along)
+    if any(op.facets.masks for op in program.ops):
+        return not parted
     if any("index" in op.attributes for op in (*program.loads(), *program.stores())):
         return False
-    along = {op.attributes["over"] for op in program.ops if op.facets.reduces}
-    if len(along) != 1 or len(program.dims) == 1:
+    if parted or len(along) != 1 or len(program.dims) == 1:
         return False
     (row,) = along
-    if program.parts_along(row, AxisKind.GRID) > 1:
-        return False
     tensors = sum(row in op.dims and len(op.dims) > 1 for op in program.loads())
     maps = [op.attributes["map"] for op in (*program.loads(), *program.stores())]
     contiguous = all(m[-1] == row for m in maps if row in m)

@@ -259,7 +259,11 @@ class Reduction(Entry):
         if fake(a["self"]).dtype in CONDITIONS and a.get("dtype") is not None:
             t = b.converted(t, a["dtype"])
         made = along(b, node, t, slots, b.shapes.runs[node], self.formula, self.of_equal)
-        return replace(made, tensor=b.g.mul(t, 1.0)) if made.tensor is t else made
+        return replace(made, tensor=self.alone(b.g, t)) if made.tensor is t else made
+
+    def alone(self, g: KernelGraph, t: Tensor) -> Tensor:
+        """The result along extents of 1: a value of its own, since an input is no output."""
+        return g.mul(t, 1.0)
 
 
 @dataclass(frozen=True)
@@ -267,6 +271,10 @@ class _Place(Reduction):
     """Places of the largest or smallest elements, along one dimension or in the whole tensor."""
 
     finds_places = True
+
+    def alone(self, g: KernelGraph, t: Tensor) -> Tensor:
+        """0, the place of the only element."""
+        return g.only_place(t)
 
 
 @dataclass(frozen=True)
@@ -288,10 +296,8 @@ class _Extreme(Reduction):
         return value, value if reads_places(node) else None
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
-        places = replace(self, formula=self.place, of_equal=None)
-        return super().build(b, node, a), Reduction.build(places, b, node, a) if reads_places(
-            node
-        ) else None
+        places = _Place(self.place).build(b, node, a) if reads_places(node) else None
+        return super().build(b, node, a), places
 
 
 class _Truth(Reduction):

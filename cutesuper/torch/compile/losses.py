@@ -47,11 +47,31 @@ def _nll_loss(
     return decomposition(_aten.nll_loss_forward.default)(x, target, weight, reduction, ignore_index)
 
 
+def _cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """The loss by labels of smoothed log-probabilities, ``(1 - s) p + s mean p`` of each row.
+    PyTorch adds up two losses, and asks twice which labels are ignored."""
+    if label_smoothing == 0 or not is_of_rows(x, target, weight):
+        own = decomposition(_aten.cross_entropy_loss.default)
+        return own(x, target, weight, reduction, ignore_index, label_smoothing)
+    p = torch.log_softmax(x, 1)
+    rest = p.sum(1, keepdim=True) * (label_smoothing / x.shape[1])
+    smoothed = p * (1 - label_smoothing) + rest
+    return _aten.nll_loss_forward.default(smoothed, target, None, reduction, ignore_index)[0]
+
+
 #: formulas of operators, by which a program is decomposed
 LOSSES: dict[Any, Callable[..., Any]] = {
     _aten.huber_loss.default: _huber,
     _aten.smooth_l1_loss.default: _smooth_l1,
     _aten.nll_loss_forward.default: _nll_loss,
+    _aten.cross_entropy_loss.default: _cross_entropy,
 }
 
 #: PyTorch gives these the element type of their first operand, other losses the common one

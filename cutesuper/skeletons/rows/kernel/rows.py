@@ -30,7 +30,7 @@ from cutesuper.device.fragments import (
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import at_address, element, neighbours, one, put
-from cutesuper.ir.block import LOAD, AxisKind
+from cutesuper.ir.block import LOAD, AxisKind, BlockOp
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import Operator, lookup
 from cutesuper.skeletons.base import Indexed, View
@@ -235,6 +235,8 @@ class RowKernel:
                 values[i] = Scan(plan, i, here.slots, lane, here.carried.get(i)).of(args[0])
             elif op.facets.turns:
                 values[i] = self.turn(args[0], lookup(op.kind), here)
+            elif op.facets.masks:
+                values[i] = self.masked(op, args, here)
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
         return values
@@ -450,6 +452,15 @@ class RowKernel:
                 moved = cute.arch.shuffle_sync(given[e, c], other)
                 found[e, c] = moved * Float32(select_(upper, second, first))
         return found.load()
+
+    def masked(self, op: BlockOp, args: list[Any], here: Here) -> Any:
+        """Evaluate an operator that takes positions along the row."""
+        columns = fragment((self.vector, self.chunks), Int32)
+        for n in range(self.chunks * self.vector):
+            c, e = n // self.vector, n % self.vector
+            columns[e, c] = here.first + (c * self.lanes * self.vector + e)
+        extents = 1, self.length
+        return lookup(op.kind).at(self.math, args, 0, columns.load(), extents, op.attributes)
 
     @cute.jit
     def across(self, op: cutlass.Constexpr, v, slots, at: cutlass.Constexpr):
