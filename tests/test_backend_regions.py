@@ -947,7 +947,7 @@ def test_a_part_is_converted_again_only_without_what_is_in_front(
         region, "_converted", lambda *given: (made.append(given), converted(*given))[1]
     )
 
-    def call(x: torch.Tensor) -> torch.Tensor:
+    def call(x: Any) -> Any:
         return torch.fft.fft(x.float() if cast else x).real
 
     x = torch.randn(4, 8, dtype=torch.bfloat16 if cast else torch.float32)
