@@ -545,8 +545,8 @@ class Segments:
 
     def _apart(self, order: tuple[int, ...], start: int, end: int) -> Iterator[int]:
         """The positions inside a piece whose operators before and after share no value.
-        One kernel of both has a block for each pair of their rows: two unrelated row sums of a
-        temperature's derivative were 33 million blocks, 7.9 ms instead of two launches."""
+        One kernel of both has a block for each pair of their rows: a gradient and a row sum of
+        another one were 33 million blocks, 7.9 ms instead of two launches."""
         touched = [{i, *(v.value for v in self.flat.operands(i))} - self.flat.scalar
                    for i in order[start:end]]  # fmt: skip
         last = {v: n for n, values in enumerate(touched, start) for v in values}
