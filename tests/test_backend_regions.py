@@ -26,6 +26,8 @@ from cutesuper.runtime.calling import Launches
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from cutesuper import measure, pipeline, searches  # noqa: E402
@@ -39,6 +41,7 @@ from cutesuper.torch.compile import (  # noqa: E402
     backend,
     case,
     partition,
+    region,
     region_operator,
     selection,
     whole,
@@ -928,6 +931,32 @@ def test_equal_layers_are_one_row_of_a_report() -> None:
         f"    x0 is ids or {value}",
         "  model.py:9 k0: out0 = add(matmul(ids, h.0.w), h.0.b)",
     ]
+
+
+# --- conversions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cast", "times"), [(False, 1), (True, 2)])
+def test_a_part_is_converted_again_only_without_what_is_in_front(
+    monkeypatch: pytest.MonkeyPatch, cast: bool, times: int
+) -> None:
+    """What has nothing in front of it would be refused again."""
+    made: list[Any] = []
+    converted = region._converted  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(
+        region, "_converted", lambda *given: (made.append(given), converted(*given))[1]
+    )
+
+    def call(x: Any) -> Any:
+        return torch.fft.fft(x.float() if cast else x).real
+
+    x = torch.randn(4, 8, dtype=torch.bfloat16 if cast else torch.float32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        graph = make_fx(call)(x).graph
+    node = next(n for n in graph.nodes if "fft" in str(n.target))
+    with pytest.raises(partition.Unsupported):
+        region.convert([node])
+    assert len(made) == times
 
 
 # --- parts that are alike -------------------------------------------------------------------------

@@ -49,6 +49,29 @@ def test_operands_are_not_exchanged(name: str) -> None:
     assert not Verifier(g).check(mu)
 
 
+def quotient(denominator: Callable[[Any, Any], Any], halved: bool = False) -> KernelGraph:
+    """``x / denominator``, or ``(x / 2) / denominator``, of which y is the other operand."""
+    g = new_kernel_graph()
+    x, y = (g.new_input((8, 64), "float32", n) for n in "xy")
+    g.mark_output((x / 2.0 if halved else x) / denominator(g, y))
+    return g
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "same"),
+    [
+        ("twice the denominator", lambda g, y: g.relu(y) * 2.0, True),
+        ("another function", lambda g, y: g.relu(y + y), False),
+        ("a negative factor", lambda g, y: g.relu(y) * -2.0, False),
+    ],
+)
+def test_a_denominator_may_have_a_positive_factor(name: str, other: Any, same: bool) -> None:
+    """``(x / 2) / relu(y)`` and ``x / (2 relu(y))`` have no value at the same places."""
+    mu = search(quotient(other), H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
+    plain = quotient(lambda g, y: g.relu(y), halved=True)
+    assert bool(Verifier(plain).check(mu)) == same
+
+
 # ------------------------------------------------------------------------------ hidden operands
 
 ROWS = {"M": 8, "N": 8}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -21,7 +22,7 @@ from cutesuper.ir.serial import dumps, loads
 from cutesuper.ir.text import mugraph_text
 from cutesuper.pipeline import verified
 from cutesuper.report import plan_text
-from cutesuper.search.cuts import Flat
+from cutesuper.search.cuts import MANY_OPERATORS, Flat, Segments
 from cutesuper.search.forms import find_form
 from cutesuper.search.region import SearchOptions
 from cutesuper.search.search import SearchResult, search, show
@@ -70,6 +71,26 @@ def found(g: KernelGraph, kernels: int = 1) -> SearchResult:
 
 def plans(mu: MuGraph) -> list[KernelPlan]:
     return [make_plan(step, mu.tensors, H200) for step in mu.steps]
+
+
+def test_no_piece_has_operators_that_share_nothing() -> None:
+    """One kernel of two unrelated row programs has a block for each pair of their rows."""
+
+    def normed(x: Tensor) -> Tensor:
+        return g.div(x, g.sqrt(g.sum(g.square(x), 1) + 1e-6))
+
+    g = new_kernel_graph()
+    x, w = (g.new_input((256, 512), name=n) for n in "XW")
+    y = g.matmul(normed(x), g.transpose(normed(w)))
+    g.mark_output(normed(normed(normed(g.matmul(y, w) + x))))
+    segments = Segments(Flat(g.expanded()))
+    assert len(segments.flat.order) > MANY_OPERATORS
+    for order in segments.orders:
+        marks = segments.marks(order)
+        assert len(marks) < len(order)
+        for start, end in pairwise(marks):
+            read = segments.segment(order, start, end).reads
+            assert not {"X", "W"} <= {*read}, read
 
 
 # ------------------------------------------------------------------------------------- one kernel

@@ -55,6 +55,24 @@ def gelu_mlp() -> KernelGraph:
     return g
 
 
+def test_sequences_are_priced_again_only_after_a_price_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times: list[None] = []
+    priced = Bounds._cheapest  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(Bounds, "_cheapest", lambda b: (times.append(None), priced(b))[1])
+    segments = Segments(Flat(chains(1).expanded()))
+    regions = [s.region for s, _, _ in segments.all()]
+    bounds = Bounds(segments, {r: least_us(r, H200) for r in regions})
+    least = bounds.least
+    assert bounds.below(1.0) and bounds.least == least and len(times) == 1
+    bounds.tighten(regions[0], 0.0)  # lower than what is known
+    assert bounds.least == least and len(times) == 1
+    for region in regions:
+        bounds.learn(region, 100.0)
+    assert bounds.least == 100.0 and len(times) == 2
+
+
 @pytest.mark.parametrize("build", [partial(chains, 1), gelu_mlp])
 def test_bounds_are_below_what_kernels_cost(build: Callable[[], KernelGraph]) -> None:
     segments, tighter = Segments(Flat(build().expanded())), 0

@@ -533,13 +533,28 @@ class Segments:
     def marks(self, order: tuple[int, ...]) -> list[int]:
         """The positions where an order may be cut, including its ends.
         All positions of a short graph; with more than `MANY_OPERATORS`, those neither inside a
-        chain nor on a slope."""
+        chain nor on a slope, and those between operators that have nothing in common."""
         if order not in self._marks:
             inner = set[int]()
             if len(order) > MANY_OPERATORS:
                 inner = self.inside_chains(order) | self.slopes(order) | self.inside_runs(order)
-            self._marks[order] = [n for n in range(len(order) + 1) if n not in inner]
+            marks = [n for n in range(len(order) + 1) if n not in inner]
+            apart = [n for piece in pairwise(marks) for n in self._apart(order, *piece)]
+            self._marks[order] = sorted(marks + apart)
         return self._marks[order]
+
+    def _apart(self, order: tuple[int, ...], start: int, end: int) -> Iterator[int]:
+        """The positions inside a piece whose operators before and after share no value.
+        One kernel of both has a block for each pair of their rows: a gradient and a row sum of
+        another one were 33 million blocks, 7.9 ms instead of two launches."""
+        touched = [{i, *(v.value for v in self.flat.operands(i))} - self.flat.scalar
+                   for i in order[start:end]]  # fmt: skip
+        last = {v: n for n, values in enumerate(touched, start) for v in values}
+        reach = start
+        for n, values in enumerate(touched, start):
+            if start < n and reach < n:
+                yield n
+            reach = max(reach, *(last[v] for v in values))
 
     def ends(self, order: tuple[int, ...], n: int) -> Iterable[int]:
         """The marks at which a kernel that begins at the n-th mark of an order may end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -63,12 +63,21 @@ class Undefined:
     every: Residues
     doubtful: Residues
 
-    def same(self, other: Undefined) -> bool:
-        """True if the doubtful residues of each program occur in the other."""
-        return self._within(other) and other._within(self)
+    def same(self, other: Undefined, scales: Iterable[float], p: int) -> bool:
+        """True if the doubtful residues of each program occur in the other.
+        Once multiplied or divided by one of some numbers: positive ones change neither where a
+        denominator is 0 nor where an argument is negative. ``p`` is the prime of the residues."""
+        factors = [residue(s, p) for s in scales if s > 0]
+        factors += [pow(f, -1, p) for f in factors]
+        return self._within(other, factors, p) and other._within(self, factors, p)
 
-    def _within(self, other: Undefined) -> bool:
-        return bool(np.isin(self.doubtful, other.every, assume_unique=True).all())
+    def _within(self, other: Undefined, factors: Sequence[int], p: int) -> bool:
+        left = self.doubtful
+        for f in (1, *factors):
+            if left.size:
+                scaled = (left.astype(object) * f % p).astype(np.uint64)
+                left = left[~np.isin(scaled, other.every)]
+        return not left.size
 
 
 NOWHERE = Undefined(np.zeros(0, np.uint64), np.zeros(0, np.uint64))

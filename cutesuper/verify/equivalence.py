@@ -362,9 +362,7 @@ class Verifier:
 
     def _tells_apart(self, primes: Primes, mu: MuGraph) -> bool:
         """True if different numbers in the two programs are different in a field."""
-        found = {
-            op.attributes["value"] for s in mu.steps for op in s.program.ops if op.kind == CONSTANT
-        }
+        found = _numbers(mu)
         key = primes, frozenset(found)
         if key not in self._apart:
             self._apart[key] = primes.tells_apart(found | numbers(self.graph))
@@ -408,7 +406,10 @@ class Verifier:
             bad = _first_difference(name, want, found[name], sizes.tensors[name], shapes)
             if bad is not None:
                 return bad
-        if real or _padded(sizes) or known.undefined.same(a.undefined()):
+        if real or _padded(sizes):
+            return None
+        scales = numbers(self.graph) | _numbers(mu)
+        if known.undefined.same(a.undefined(), scales, known.primes.p):
             return None
         return Counterexample("", (), 0, 0, shapes)
 
@@ -557,6 +558,11 @@ def check_interface(graph: KernelGraph, mu: MuGraph) -> None:
 def numbers(graph: KernelGraph) -> set[float]:
     """The constants of a kernel graph."""
     return {n.attributes["value"] for n in graph.nodes if n.operator == CONSTANT}
+
+
+def _numbers(mu: MuGraph) -> set[float]:
+    """The constants of a muGraph."""
+    return {op.attributes["value"] for s in mu.steps for op in s.program.ops if op.kind == CONSTANT}
 
 
 def _failing(trial: int, attempt: int) -> float:

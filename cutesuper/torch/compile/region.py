@@ -9,7 +9,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import getitem
 from typing import Any
@@ -186,21 +186,22 @@ def convert(
     Raises:
         Unsupported: naming the node and the reason.
     """
+    inside = _Inside(frozenset(nodes))
     try:
-        return _converted(nodes, constants, parts, through=True)
+        return _converted(nodes, constants, parts, inside)
     except Unsupported as error:
+        if not inside.front:  # it would be refused again
+            raise
         # with the shapes and types of its inputs after the views and casts in front of the region
         try:
-            return _converted(nodes, constants, parts, through=False)
+            return _converted(nodes, constants, parts, _Inside(frozenset(nodes), through=False))
         except Unsupported:
             raise error from None
 
 
 def _converted(
-    nodes: Sequence[fx.Node], constants: Collection[fx.Node], parts: bool, through: bool
+    nodes: Sequence[fx.Node], constants: Collection[fx.Node], parts: bool, inside: _Inside
 ) -> Region:
-    """The region; with ``through`` it includes the views in front of it."""
-    inside = _Inside(frozenset(nodes), through)
     shapes = Shapes()
     order: list[fx.Node] = []
     for n in nodes:
@@ -240,10 +241,12 @@ class _Inside:
     Attributes:
         nodes: that compute.
         through: views and casts in front of these belong to it too.
+        front: those that were met and do.
     """
 
     nodes: frozenset[fx.Node]
-    through: bool
+    through: bool = True
+    front: set[fx.Node] = field(default_factory=set)
 
     def __contains__(self, node: object) -> bool:
         return node in self.nodes
@@ -259,7 +262,11 @@ class _Inside:
             return True
         if any(_narrows(node, n) for n in node.all_input_nodes):
             return False
-        return self.through or not _entry(node).changes
+        if not _entry(node).changes:
+            return True
+        if self.through:
+            self.front.add(node)
+        return self.through
 
     def depends(self, node: fx.Node) -> bool:
         """True for a view of something in the region."""
