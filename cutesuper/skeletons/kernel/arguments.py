@@ -89,9 +89,10 @@ class Extents:
 
     def wide(self, view: View, parts: int = 1) -> bool:
         """True if offsets in the tensor behind a view need 64 bits.
-        They count ``parts`` of each element."""
+        They count ``parts`` of each element. A call refuses more elements than 32 bits reach where
+        their number is not known before, but knows nothing of parts."""
         shape = self.arguments[view.argument].memory
-        return not open_size(shape) and parts * size(shape) > MAX_ELEMENTS
+        return parts > 1 if open_size(shape) else parts * size(shape) > MAX_ELEMENTS
 
 
 def labelled(

@@ -248,11 +248,12 @@ class Copies:
     def ask_word(self, turn: cutlass.Constexpr, place, at, count, tensor):
         """Ask for one word of a segment, which begins at element ``at``.
         Zeros behind the tensor's end, and if the row has ended."""
-        left = type(at)(cute.size(tensor)) * self.k.plan.halves - at
-        left = left if left < PIECE else PIECE
-        left = left if count + (turn.start & (PIECE - 1)) > 0 else 0
+        of = type(at)  # of 32 bits or of 64, and so are both sides of every choice
+        left = of(cute.size(tensor)) * self.k.plan.halves - at
+        left = left if left < PIECE else of(PIECE)
+        left = left if count + (turn.start & (PIECE - 1)) > 0 else of(0)
         first = cute.recast_ptr(tensor.iterator, dtype=self.dtype)
-        source = first + cute.assume(at if left > 0 else 0, divby=PIECE)
+        source = first + cute.assume(at if left > 0 else of(0), divby=PIECE)
         copy_word(source, turn.words + cute.assume(place, divby=PIECE), HALF_BYTES * left)
 
     @cute.jit
