@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import torch
@@ -292,7 +292,9 @@ def fits_open(kind: Kind, extents: Extents) -> bool:
     shapes: list[Shape] = [query, (*query[:-1], kind.value_dim), *([] if kind.pages else others)]
     if own := kind.mask:
         scores = extents.batch, extents.rows, extents.keys
-        shapes.append(scores_shape(kind, extents) if own.gradient else mask_shape(kind, own, scores))
+        shapes.append(
+            scores_shape(kind, extents) if own.gradient else mask_shape(kind, own, scores)
+        )
     return max(map(size, shapes)) <= MAX_ELEMENTS
 
 
