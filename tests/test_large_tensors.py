@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 import torch.nn.functional as F
 
 import cutesuper as cs
-from cutesuper.errors import ScheduleError
+from cutesuper.errors import CutesuperError, ScheduleError
 from cutesuper.ir.dims import MAX_ELEMENTS, Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.unseen import followed
@@ -82,6 +82,12 @@ def test_slices_and_row_tiles_that_fill_no_side_of_a_grid() -> None:
     assert not many.schedule.persistent and grid_shape(many) == (65536, 1, 1)
     few = Linear(m=16 * 65535, n=64, norm=False).plan()
     assert grid_shape(few) == (1, 65535, 1)
+
+
+def test_blocks_are_counted_in_32_bits() -> None:
+    graph = graph_of(lambda g, x, w: g.matmul(x, w), *[(2**16, 2**15, 8, 8)] * 2)
+    with pytest.raises(CutesuperError, match="2147483648 blocks, more than 2147483647; split the"):
+        cs.superoptimize(graph, target="h200")
 
 
 def test_partial_results_have_32_bits() -> None:

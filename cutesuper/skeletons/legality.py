@@ -44,6 +44,14 @@ def refuse_products(step: KernelStep, target: Target) -> None:
         raise LoweringError(f"kernel {step.name}: {why}")
 
 
+def refuse_many_blocks(step: KernelStep) -> None:
+    """Refuse blocks whose number needs 64 bits. Raises LoweringError."""
+    if (count := step.program.blocks()) > MAX_ELEMENTS:
+        raise LoweringError(
+            f"kernel {step.name}: {count} blocks, more than {MAX_ELEMENTS}; split the batch"
+        )
+
+
 def refuse_many_rows(rows: int, where: str) -> None:
     """Refuse rows whose number needs 64 bits. Raises LoweringError."""
     if rows > MAX_ELEMENTS:

@@ -10,6 +10,7 @@ from cutesuper.skeletons.base import Plan, Skeleton
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.legality import (
     refuse_further_walks,
+    refuse_many_blocks,
     refuse_products,
     refuse_shared_dims,
 )
@@ -44,6 +45,7 @@ def make_plan(
     refuse_further_walks(step)
     refuse_shared_dims(step)
     refuse_products(step, target)
+    refuse_many_blocks(step)
     skeleton = _skeleton_for(step)
     if schedule is not None and not isinstance(schedule, skeleton.schedules):
         names = " or ".join(s.__name__ for s in skeleton.schedules)
