@@ -165,6 +165,9 @@ SEARCHED: dict[str, KernelGraph] = {
     "batched, with a residual": graph_of(
         lambda g, x, w, r: g.matmul(x, w) + r, (3, 40, 64), (3, 64, 72), (3, 40, 72)
     ),
+    "more dimensions than a descriptor": graph_of(
+        lambda g, x, w: g.matmul(x, w), (2, 2, 2, 5, 128), (2, 2, 1, 128, 64)
+    ),
     "gated, odd": graph_of(_gated, (3, 17, 67), (67, 33), (67, 33)),
     "layer norm": zoo.layer_norm_linear(40, 512, 72),
     "lora": zoo.lora(40, 200, 200, 64),

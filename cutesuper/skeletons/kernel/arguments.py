@@ -98,9 +98,13 @@ class Extents:
 def labelled(
     extents: Extents, view: View, labels: tuple[str, ...], tensors: list[cute.Tensor]
 ) -> cute.Tensor:
-    """The argument behind ``view`` with one mode for each of ``labels``, in this order."""
+    """The argument behind ``view`` with one mode for each of ``labels``, for bulk copies.
+    These have coordinates, not offsets. Strides that are known stay so, whatever the tensor's size:
+    a descriptor has five dimensions, and only modes whose strides are known become one."""
     shape = tuple(extents.of(d, tensors) for d in labels)
-    stride = tuple(extents.stride(view, d, tensors) for d in labels)
+    stride = tuple(
+        extents.stride(view, d, tensors) if view.growth(d) else view.stride(d) for d in labels
+    )
     return cute.make_tensor(tensors[view.argument].iterator, cute.make_layout(shape, stride=stride))
 
 
