@@ -27,7 +27,7 @@ from cutesuper.ir.arguments import check_options
 from cutesuper.ir.block import MuGraph, TensorSpec
 from cutesuper.ir.check import check_graph, check_kernel_graph
 from cutesuper.ir.definitions import added, unknown
-from cutesuper.ir.dims import MAX_ELEMENTS, extent, open_size, size
+from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, lookup
 from cutesuper.ir.unseen import followed
@@ -332,18 +332,14 @@ def check_definition(call: str, graph: KernelGraph) -> None:
 
     Raises:
         GraphError: the graph is not complete.
-        ShapeError: an input or output of a program with products is too large for 32-bit offsets
-            (that of rows has them in 64 bits then), or one extent is. What lies between kernels is
-            not checked: the scores of attention may be larger, and are not stored.
+        ShapeError: an extent of an input or output is too large for coordinates of 32 bits. Their
+            products may be larger: offsets have 64 bits then.
     """
     check_graph(call, graph)
     check_kernel_graph(graph)
-    ends = [graph.nodes[i] for i in (*graph.inputs, *graph.outputs)]
-    large = [n for n in ends if not open_size(n.shape) and size(n.shape) > MAX_ELEMENTS]
-    if large and any(n.facets.contracts for n in graph.expanded().nodes):
-        check_size(f"{call}: tensor {large[0].name}", list(map(extent, large[0].shape)))
-    for node in large:
-        check_size(f"{call}: a dimension of {node.name}", [max(map(extent, node.shape))])
+    for node in (graph.nodes[i] for i in (*graph.inputs, *graph.outputs)):
+        longest = max((d for d in node.shape if isinstance(d, int)), default=1)
+        check_size(f"{call}: a dimension of {node.name}", [longest])
 
 
 def as_target(target: Target | str | None) -> Target:

@@ -136,6 +136,16 @@ def inductor_cache(session_cache: Path) -> Iterator[None]:
 
 
 @pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Small tensors are treated as if their offsets needed 64 bits, by code that is not kept with
+    that of others."""
+    from cutesuper.skeletons.kernel import arguments
+
+    monkeypatch.setattr(arguments, "MAX_ELEMENTS", 100)
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
+
+
+@pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """torch.compile without anything that earlier tests compiled, nor anything for later ones."""
     import torch

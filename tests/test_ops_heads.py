@@ -13,11 +13,20 @@ from cutesuper.verify.numeric import acceptable
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 from cutesuper.pipeline import Options, find  # noqa: E402
 from cutesuper.runtime.memory import Use, homes, overwritten  # noqa: E402
 from cutesuper.targets import H200  # noqa: E402
 from cutesuper.torch.ops import programs  # noqa: E402
-from cutesuper.torch.ops.heads import Head, HeadOperator, Part, chunks, definition  # noqa: E402
+from cutesuper.torch.ops.heads import (  # noqa: E402
+    Head,
+    HeadOperator,
+    Part,
+    chunks,
+    cross_entropy,
+    definition,
+)
 
 F = torch.nn.functional
 INF = float("inf")
@@ -110,6 +119,17 @@ def test_more_chunks_are_added_in_float32(small_chunks: None) -> None:
     kinds: list[Any] = [k for call, k, *_ in programs._programs if call == "linear_cross_entropy"]
     forms = [form for _, form in kinds]
     assert any(f.wide and f.adds for f in forms)
+
+
+def test_calls_of_tensors_of_more_than_2_31_elements() -> None:
+    """Kernels see a chunk of the rows; their offsets in a weight have as many bits as they need."""
+    with FakeTensorMode():
+        x, weight = (torch.empty(n, 4096, device="cuda") for n in (2**20, 2**19))
+        target = torch.empty(2**20, device="cuda", dtype=torch.int64)
+        call = chunks.Call(
+            cross_entropy._operator.head, [x, weight, target, None], (-100, 0.0, 0.0, 0.0)
+        )
+    assert call.count == 2**20
 
 
 def test_frozen_parts() -> None:
@@ -313,6 +333,14 @@ def judge(ours: Callable[..., Any], theirs: Callable[..., Any], given: list[Any]
 @pytest.mark.ptx
 def test_kernels_of_three_chunks(small_chunks: None) -> None:
     given = arguments(320, 64, 336, bias=False, device="cuda", dtype=torch.bfloat16)
+    judge(cs.ops.linear_cross_entropy, plain, given)
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+def test_kernels_of_chunks_of_large_tensors(small_chunks: None, narrow: None) -> None:
+    """As if offsets in the weight needed 64 bits."""
+    given = arguments(300, 64, 344, bias=False, device="cuda", dtype=torch.bfloat16)
     judge(cs.ops.linear_cross_entropy, plain, given)
 
 

@@ -227,6 +227,14 @@ def test_what_no_kernel_may_do(name: str) -> None:
     refused(body, match, **options)
 
 
+def test_a_grid_that_no_gpu_launches() -> None:
+    nothing = executable(HEADER + "ret;\n}\n")
+    for grid in ((1, 65536, 1), (1, 1, 65536)):
+        launch = Launched(grid, (128, 1, 1), (1, 1, 1), 0, False, (b"\0" * 8,) * 2)
+        with pytest.raises(PtxError, match="two of its sides end at 65535"):
+            run_launch(nothing, launch, [], USUAL)
+
+
 def test_unknown_instructions_are_errors() -> None:
     with pytest.raises(PtxError, match="unknown instruction tex"):
         run("tex.2d.v4.f32.s32 {%r4, %r5, %r6, %r7}, [%r1, {%r2, %r3}];", vector(), zeros())

@@ -39,7 +39,7 @@ class Tiles:
         return ceil_div(extent, self.tile)
 
 
-#: most elements of a tensor whose offsets fit into 32 bits
+#: most elements of a tensor whose offsets fit into 32 bits, and the largest extent of any
 MAX_ELEMENTS = 2**31 - 1
 
 Dim = int | Symbol

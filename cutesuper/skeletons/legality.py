@@ -7,7 +7,7 @@ from dataclasses import replace
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import LOAD, KernelStep, TensorSpec
 from cutesuper.ir.check import check_block_program, passes
-from cutesuper.ir.dims import MAX_ELEMENTS, open_size, show_shape, size
+from cutesuper.ir.dims import MAX_ELEMENTS
 from cutesuper.ir.unseen import guarded
 from cutesuper.targets import Target
 
@@ -44,16 +44,12 @@ def refuse_products(step: KernelStep, target: Target) -> None:
         raise LoweringError(f"kernel {step.name}: {why}")
 
 
-def refuse_wide_offsets(step: KernelStep, tensors: dict[str, TensorSpec]) -> None:
-    """Refuse tensors whose offsets need 64 bits for products. Raises LoweringError."""
-    products = any(op.facets.contracts for op in step.program.ops)
-    for name in (*step.reads, *step.writes):
-        shape = tensors[name].shape
-        if products and not open_size(shape) and size(shape) > MAX_ELEMENTS:
-            raise LoweringError(
-                f"kernel {step.name}: {name} {show_shape(shape)} has {size(shape)} elements, more "
-                f"than {MAX_ELEMENTS}, and products have 32 bits for offsets; split the batch"
-            )
+def refuse_many_blocks(step: KernelStep) -> None:
+    """Refuse blocks whose number needs 64 bits. Raises LoweringError."""
+    if (count := step.program.blocks()) > MAX_ELEMENTS:
+        raise LoweringError(
+            f"kernel {step.name}: {count} blocks, more than {MAX_ELEMENTS}; split the batch"
+        )
 
 
 def refuse_many_rows(rows: int, where: str) -> None:

@@ -10,9 +10,9 @@ from cutesuper.skeletons.base import Plan, Skeleton
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.legality import (
     refuse_further_walks,
+    refuse_many_blocks,
     refuse_products,
     refuse_shared_dims,
-    refuse_wide_offsets,
 )
 from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.skeletons.schedule import Schedule
@@ -45,7 +45,7 @@ def make_plan(
     refuse_further_walks(step)
     refuse_shared_dims(step)
     refuse_products(step, target)
-    refuse_wide_offsets(step, tensors)
+    refuse_many_blocks(step)
     skeleton = _skeleton_for(step)
     if schedule is not None and not isinstance(schedule, skeleton.schedules):
         names = " or ".join(s.__name__ for s in skeleton.schedules)

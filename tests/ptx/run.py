@@ -52,6 +52,8 @@ _CARRIED = re.compile(
     r"(?=addc|madc|.*\.cc\.)(?:add|mad)(c)?(?:\.(lo|hi(?=.*u\d\d$)))?(\.cc)?\.[us](32|64)"
 )
 _SPACES = {"param": 0, "shared": 1, "global": 2, "local": 3}
+#: most blocks along the second and along the third side of a grid
+_MAX_SIDE = 65535
 _FLOATS = (".f64", ".f32", ".f32x2", ".f16", ".bf16", ".f16x2", ".bf16x2")
 _SAME_BITS = ("add", "sub", "mul.lo", "mad.lo", "selp", "mov")
 _SPECIALS = {"tid": 0, "ctaid": 1, "ntid": 2, "nctaid": 3, "laneid": 4, "cluster_ctarank": 5,
@@ -429,6 +431,8 @@ def run_launch(
         ctypes.memmove(base + offset, content, size)
     extents = (_Extent * len(memory))(*[_Extent(a, a + n, int(w)) for a, n, w in memory])
     blocks = launch.grid[0] * launch.grid[1] * launch.grid[2]
+    if max(launch.grid[1:]) > _MAX_SIDE:
+        raise PtxError(f"a grid of {launch.grid} blocks: two of its sides end at {_MAX_SIDE}")
     described = _Launch(
         launch.grid, launch.block, launch.cluster, 1024 + launch.shared, base, extents,
         len(memory), blocks if launch.cooperative else conditions.resident, conditions.seed,

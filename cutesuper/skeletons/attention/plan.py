@@ -22,7 +22,7 @@ from math import exp, isclose, prod
 from cutesuper.errors import LoweringError
 from cutesuper.ir.arraymath import ArrayMath
 from cutesuper.ir.block import AxisKind, BlockProgram
-from cutesuper.ir.dims import Dim, Symbol, Tiles, ceil_div, extent
+from cutesuper.ir.dims import MAX_ELEMENTS, Dim, Symbol, Tiles, ceil_div, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.attention.schedule import AttentionSchedule, room
@@ -580,6 +580,13 @@ def _by_resources(plan: AttentionPlan, target: Target) -> Iterator[Limit]:
             "rows that warpgroups cannot share",
             f"together={s.together}: no instruction of {target.name} ({target.arch}) multiplies "
             f"{2 * ROW_BLOCK} rows; use together=False",
+        )
+    known = plan.scratch[0].shape[-1] if plan.scratch else 0  # behind the symbolic extents
+    if isinstance(known, int) and known > MAX_ELEMENTS:
+        yield Limit(
+            "partial results beyond offsets of 32 bits",
+            f"{known} numbers of partial results, more than {MAX_ELEMENTS}; use fewer parts of "
+            f"{plan.keys} in the grid, or split the batch",
         )
     held = 128 * plan.warpgroups // (1 + s.together) * plan.product_registers
     waits = plan.cluster > 1 or s.resident > 1

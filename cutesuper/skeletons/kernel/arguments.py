@@ -71,7 +71,7 @@ class Extents:
         computed, since that of a dimension of extent 1 may be any number."""
         known, symbols = view.stride(label), view.growth(label)
         if not symbols:
-            return Int64(known) if known > 1 and self._wide(view) else known
+            return Int64(known) if known > 1 and self.wide(view) else known
         factor = prod(Int64(self._read(s, tensors)) for s in symbols)
         return cute.assume(factor * known, divby=known)
 
@@ -80,25 +80,31 @@ class Extents:
     ) -> Any:
         """Offset in elements of the index-th element along some labels, the last one fastest."""
         counts = {d: self.of(d, tensors) for d in labels}
-        if view.growing or self._wide(view):  # layouts with strides of 64 bits do not compile
+        if view.growing or self.wide(view):  # layouts with strides of 64 bits do not compile
             at = unravel(index, counts)
             return sum((at[d] * self.stride(view, d, tensors) for d in labels), Int64(0))
         counts = dict(reversed(counts.items()))  # in a layout, the first one varies fastest
         stride = tuple(view.stride(d) for d in counts)
         return cute.make_layout(tuple(counts.values()), stride=stride)(index)
 
-    def _wide(self, view: View) -> bool:
-        """True if offsets in the tensor behind a view need 64 bits."""
+    def wide(self, view: View, parts: int = 1) -> bool:
+        """True if offsets in the tensor behind a view need 64 bits.
+        They count ``parts`` of each element. A call refuses more elements than 32 bits reach where
+        their number is not known before, but knows nothing of parts."""
         shape = self.arguments[view.argument].memory
-        return not open_size(shape) and size(shape) > MAX_ELEMENTS
+        return parts > 1 if open_size(shape) else parts * size(shape) > MAX_ELEMENTS
 
 
 def labelled(
     extents: Extents, view: View, labels: tuple[str, ...], tensors: list[cute.Tensor]
 ) -> cute.Tensor:
-    """The argument behind ``view`` with one mode for each of ``labels``, in this order."""
+    """The argument behind ``view`` with one mode for each of ``labels``, for bulk copies.
+    These have coordinates, not offsets. Strides that are known stay so, whatever the tensor's size:
+    a descriptor has five dimensions, and only modes whose strides are known become one."""
     shape = tuple(extents.of(d, tensors) for d in labels)
-    stride = tuple(extents.stride(view, d, tensors) for d in labels)
+    stride = tuple(
+        extents.stride(view, d, tensors) if view.growth(d) else view.stride(d) for d in labels
+    )
     return cute.make_tensor(tensors[view.argument].iterator, cute.make_layout(shape, stride=stride))
 
 

@@ -66,6 +66,8 @@ BESIDE_ACCUMULATORS = 40
 MAX_ACCUMULATORS = 2 * 128 * (232 - BESIDE_ACCUMULATORS)
 #: rows of the smallest WGMMA instruction: all vectors of a kernel are one more tile of them
 MAX_VECTORS = 8
+#: most blocks along the second and along the third side of a grid
+MAX_SIDE = 65535
 #: rows up to which a kernel reads weights and does little else
 FEW_ROWS = 64
 #: most rows of a tile that is shifted: with 256 rows, of which a thread of the helper warps has 16,
@@ -425,6 +427,14 @@ class MatmulPlan(Plan[MatmulSchedule]):
         dims, (m, n, _) = self.program.dims, self.tile
         batch = prod(extent(dims[d]) for d in self.batch)
         return batch * ceil_div(extent(dims[self.row]), m) * ceil_div(extent(dims[self.column]), n)
+
+    @property
+    def numbered(self) -> bool:
+        """True if blocks lie in one row of the grid, since they are too many for its other sides.
+        Symbolic extents are not counted."""
+        rows, *batch = (self.program.dims[d] for d in (self.row, *self.batch))
+        down = ceil_div(rows, self.tile[0]) if isinstance(rows, int) else 1
+        return max(down, self.parts * prod(d for d in batch if isinstance(d, int))) > MAX_SIDE
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:
@@ -821,7 +831,10 @@ def tile_grid(plan: MatmulPlan, rows: int, batch: int) -> tuple[int, int, int]:
         return sum(plan.section_tiles) * rows * batch, 1, 1
     if s.persistent:
         return s.persistent, 1, 1
-    return sum(plan.section_tiles) * plan.cluster, rows, batch * plan.parts
+    along = sum(plan.section_tiles) * plan.cluster
+    if plan.numbered:
+        return along * rows * batch * plan.parts, 1, 1
+    return along, rows, batch * plan.parts
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:

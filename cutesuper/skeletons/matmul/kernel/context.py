@@ -137,12 +137,16 @@ class Known:
         """The batch labels' coordinates of a block; the last label varies fastest."""
         return unravel(bz, {d: self.extents.of(d, tensors) for d in self.plan.batch})
 
-    def batch_offset(self, view: Any, batch: dict[str, Any]) -> Any:
+    def batch_offset(self, view: Any, here: Here) -> Any:
         """Offset of a block's slice of a tensor, in elements."""
         offset = 0
         for label in self.plan.batch:
-            offset = offset + batch[label] * view.stride(label)
+            offset = offset + self.along(view, label, here.tile.batch[label], here)
         return offset
+
+    def along(self, view: Any, label: str, index: Any, here: Here) -> Any:
+        """Offset of the ``index``-th element of a tensor along a label, in elements."""
+        return index * self.extents.stride(view, label, here.tensors)
 
     def iterations(self, tensors: list[cute.Tensor]) -> Any:
         """Iterations of a block's loop: an int, or a run-time number for a symbolic extent.

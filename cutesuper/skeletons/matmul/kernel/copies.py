@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32
+from cutlass import Float32, Int16, Int32, Int64
 from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.barriers import release_warp
@@ -223,8 +223,11 @@ class Copies:
         line, along = segment // width, segment % width * SEGMENT + lane * PIECE
         row, halves = self.origin(tile.lines[0], depth, here) + line, tile.halves
         at = self.origin(tile.along[0], depth, here) * halves + along
-        start = self.k.batch_offset(tile.view, here.tile.batch)
-        start = (start + row * tile.view.stride(tile.lines[0])) * halves + at
+        start = self.k.batch_offset(tile.view, here)
+        start = start + self.k.along(tile.view, tile.lines[0], row, here)
+        if extents.wide(tile.view, halves):
+            start = Int64(start)
+        start = start * halves + at
         inside = row < extents.of(tile.lines[0], tensors)
         end = extents.of(tile.along[0], tensors) * halves
         count = Int32(select_(inside, end - at, Int32(-PIECE)))
@@ -245,11 +248,12 @@ class Copies:
     def ask_word(self, turn: cutlass.Constexpr, place, at, count, tensor):
         """Ask for one word of a segment, which begins at element ``at``.
         Zeros behind the tensor's end, and if the row has ended."""
-        left = cute.size(tensor) * self.k.plan.halves - at
-        left = left if left < PIECE else PIECE
-        left = left if count + (turn.start & (PIECE - 1)) > 0 else 0
+        of = type(at)  # of 32 bits or of 64, and so are both sides of every choice
+        left = of(cute.size(tensor)) * self.k.plan.halves - at
+        left = left if left < PIECE else of(PIECE)
+        left = left if count + (turn.start & (PIECE - 1)) > 0 else of(0)
         first = cute.recast_ptr(tensor.iterator, dtype=self.dtype)
-        source = first + cute.assume(at if left > 0 else 0, divby=PIECE)
+        source = first + cute.assume(at if left > 0 else of(0), divby=PIECE)
         copy_word(source, turn.words + cute.assume(place, divby=PIECE), HALF_BYTES * left)
 
     @cute.jit
@@ -259,7 +263,7 @@ class Copies:
         end = self.k.plan.program.dims[tile.along[0]]
         whole = isinstance(end, int) and end * tile.halves % PIECE == 0
         words = turn.words + cute.assume(turn.lane * PIECE, divby=PIECE)
-        piece = shifted(words, turn.start, turn.count, tile.step, whole)
+        piece = shifted(words, Int32(turn.start), turn.count, tile.step, whole)
         if cutlass.const_expr(self.k.plan.rounds):
             piece = rounded_all(cute.recast_tensor(piece, Float32).load())
             piece = cute.recast_tensor(piece, self.dtype)

@@ -254,7 +254,7 @@ class Epilogue:
         k, plan, tensors = self.k, self.k.plan, here.tensors
         view = plan.outputs[o].view
         rows, columns = k.extents.of(plan.row, tensors), k.extents.of(plan.column, tensors)
-        base = k.batch_offset(view, here.tile.batch)
+        base = k.batch_offset(view, here)
         size = plan.store_piece
         aligned = size * plan.itemsize(view)
         pieces = k.n // size
@@ -289,7 +289,7 @@ class Epilogue:
         """Store one column's rows, converted, where they exist."""
         k, plan = self.k, self.k.plan
         rows, view = k.extents.of(plan.row, here.tensors), plan.outputs[o].view
-        base = k.batch_offset(view, here.tile.batch) + column.n * view.stride(plan.column)
+        base = k.batch_offset(view, here) + k.along(view, plan.column, column.n, here)
         converted = stored(value, len(column.rows), dtype_of(plan, view))
         for v in cutlass.range_constexpr(len(column.rows)):
             m = here.tile.row * k.m + column.rows[v]
@@ -301,10 +301,10 @@ class Epilogue:
 
     def row(self, view: View, m: Any, here: Here) -> tuple[Any, Any]:
         """Offset of a row of an output, and true if there is such a row."""
-        label = self.k.plan.row
-        own = m * view.stride(label)  # 0 where the index names the places of rows
+        k, label = self.k, self.k.plan.row
+        own = k.along(view, label, m, here)  # 0 where the index names the places of rows
         if not isinstance(view, Indexed):
             return own, True
-        at = self.k.batch_offset(view.index, here.tile.batch) + m * view.index.stride(label)
+        at = k.batch_offset(view.index, here) + k.along(view.index, label, m, here)
         place, known = named_row(view, one(here.tensors[view.index.argument].iterator + at)[0])
         return own + place, known

@@ -114,7 +114,7 @@ class Leaves:
     def fetch(self, view: cutlass.Constexpr, column, here):
         """Load a bias, residual or the like for one column, as fp32."""
         k, plan = self.k, self.k.plan
-        base = k.batch_offset(view, here.tile.batch) + column.n * view.stride(column.label)
+        base = k.batch_offset(view, here) + k.along(view, column.label, column.n, here)
         source = here.tensors[view.argument].iterator
         out = fragment(len(column.rows))
         if cutlass.const_expr(plan.row in view.labels):
@@ -123,7 +123,7 @@ class Leaves:
                 m = here.tile.row * k.m + column.rows[v]
                 out[v] = Float32(0.0)
                 if m < rows:
-                    place = source + (base + m * view.stride(plan.row))
+                    place = source + (base + k.along(view, plan.row, m, here))
                     out[v] = one(place)[0].to(Float32)
         else:
             out.fill(one(source + base)[0].to(Float32))

@@ -176,6 +176,10 @@ class MatmulKernel:
         """The tile of a block, or the first one of a block that walks over several."""
         k = self.k
         bx, by, bz = block
+        if self.plan.numbered:
+            along = sum(self.plan.section_tiles) * k.cluster
+            bx, line = bx % along, bx // along
+            by, bz = line % self.walk.rows(tensors), line // self.walk.rows(tensors)
         rank = rank_in_cluster() if k.cluster > 1 else Int32(0)
         if self.plan.parts > 1:
             rank, bz = bz % self.plan.parts, bz // self.plan.parts

@@ -45,14 +45,16 @@ class Prefetch:
         across = next((d for d in self.inner(view) if d != along), None)
         width = LINE_BITS // dtype_of(k.plan, view).width
         pieces = -(-self.count(along) // width)
-        base = k.batch_offset(view, here.tile.batch)
+        base = k.batch_offset(view, here)
         for item in cutlass.range(
             here.thread, pieces * self.count(across), 32 * k.consumers, unroll=1
         ):
             inner = self.start(along, here.tile) + (item % pieces) * width
             outer = self.start(across, here.tile) + item // pieces
             if inner < self.extent(along, here) and outer < self.extent(across, here):
-                offset = base + inner + outer * self.stride(view, across)
+                offset = base + inner
+                if cutlass.const_expr(across is not None):
+                    offset = offset + k.along(view, across, outer, here)
                 pointer = here.tensors[view.argument].iterator + offset
                 cute.arch.prefetch(pointer.llvm_ptr, cache_level="L2")
 
@@ -74,7 +76,3 @@ class Prefetch:
     def extent(self, label: str | None, here: Here) -> Any:
         """The end of a label."""
         return 1 if label is None else self.k.extents.of(label, here.tensors)
-
-    def stride(self, view: View, label: str | None) -> int:
-        """Distance between neighbours in elements; 0 without a label."""
-        return 0 if label is None else view.stride(label)

@@ -135,7 +135,7 @@ class ColumnReductions:
         k, view = self.k, output.view
         leaves = [self.row_leaf(i, m, row, here) for i in output.expression.leaves]
         value = output.expression.evaluate(leaves, k.math)
-        offset = k.batch_offset(view, here.tile.batch) + m * view.stride(k.plan.row)
+        offset = k.batch_offset(view, here) + k.along(view, k.plan.row, m, here)
         put(here.tensors[view.argument].iterator + offset, value.to(dtype_of(k.plan, view)))
 
     def row_leaf(self, i: int, m: Any, row: Any, here: Here) -> Any:
@@ -147,5 +147,5 @@ class ColumnReductions:
             base = list(plan.row_values).index(i) * k.m
             return element(here.memory.row_values, base + row)
         view = plan.loads[i]
-        offset = k.batch_offset(view, here.tile.batch) + m * view.stride(plan.row)
+        offset = k.batch_offset(view, here) + k.along(view, plan.row, m, here)
         return one(here.tensors[view.argument].iterator + offset)[0].to(Float32)

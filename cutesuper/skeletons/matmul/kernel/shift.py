@@ -62,7 +62,7 @@ class RowShift:
             row = row if row < last else last  # rows past the end are not stored
             for op, register in zip(self.shift.source.leaves, registers, strict=True):
                 view = plan.staged(op)
-                offset = k.batch_offset(view, tile.batch) + row * view.stride(plan.row)
+                offset = k.batch_offset(view, here) + k.along(view, plan.row, row, here)
                 source = here.tensors[view.argument].iterator + (offset + place)
                 if cutlass.const_expr(op not in plan.copied and end >= PIECE):
                     cute.autovec_copy(neighbours(source.align(16), PIECE), register)

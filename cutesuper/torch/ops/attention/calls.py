@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
-from cutesuper.ir.dims import MAX_ELEMENTS, extent
+from cutesuper.ir.dims import MAX_ELEMENTS, Shape, extent, size
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.programs import Kept
@@ -286,12 +286,16 @@ def _plan(r: Request) -> Plan:
 
 
 def fits_open(kind: Kind, extents: Extents) -> bool:
-    """True if kernels for any extents can address the mask, or all scores for its gradient."""
-    if kind.mask is None:
-        return True
-    own, scores = kind.mask, (extents.batch, extents.rows, extents.keys)
-    shape = scores_shape(kind, extents) if own.gradient else mask_shape(kind, own, scores)
-    return prod(map(extent, shape)) <= MAX_ELEMENTS
+    """True if kernels for any extents can address all tensors, which have 32 bits for offsets.
+    Those of a mask are all scores if it has a gradient. The extents of pages are known."""
+    query, *others = memory_of(kind, extents)
+    shapes: list[Shape] = [query, (*query[:-1], kind.value_dim), *([] if kind.pages else others)]
+    if own := kind.mask:
+        scores = extents.batch, extents.rows, extents.keys
+        shapes.append(
+            scores_shape(kind, extents) if own.gradient else mask_shape(kind, own, scores)
+        )
+    return max(map(size, shapes)) <= MAX_ELEMENTS
 
 
 def scores_shape(kind: Kind, extents: Extents) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.programs import Kept
 from cutesuper.torch.ops.heads.definition import (
     FACTORS,
@@ -61,9 +60,6 @@ class Call:
         for n in self.lead:
             self.count *= n
         self.device = next(t.device for t in tensors if t is not None)
-        for p, t in zip(head.parts, tensors, strict=True):
-            if t is not None and self.device.type == "cuda":
-                check_size(f"{head.name}: {p.name}", t.shape)
 
     def losses(self) -> torch.Tensor:
         """The losses of all rows, float32 ``[M]``."""
