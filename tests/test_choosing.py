@@ -14,6 +14,7 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.operators.pointwise import _Unary
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.targets import H200
+from cutesuper.verify.domain import FieldDomain, Undefined, draw
 from cutesuper.verify.equivalence import Verification, Verifier
 from cutesuper.verify.numeric import compare
 from tests.mugraphs import Block, mugraph
@@ -70,6 +71,25 @@ def test_a_denominator_may_have_a_positive_factor(name: str, other: Any, same: b
     mu = search(quotient(other), H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
     plain = quotient(lambda g, y: g.relu(y), halved=True)
     assert bool(Verifier(plain).check(mu)) == same
+
+
+@pytest.mark.parametrize(("name", "same"), [("log", True), ("log1p", False), ("acosh", False)])
+def test_arguments_may_have_a_factor_if_their_sign_decides(name: str, same: bool) -> None:
+    """``log(2 y)`` is NaN where ``log(y)`` is; ``acosh(2 y)`` is a number from 0.5 on."""
+
+    def undefined(*factors: float) -> Undefined:
+        domain = FieldDomain(seed=1)
+        domain.records = True
+        y = draw((4, 4), [3], True, domain.primes)
+        for factor in factors:
+            y = domain.mul(y, domain.constant(factor))
+        domain.elementwise(name, [y], {})
+        return domain.undefined()
+
+    p = FieldDomain(seed=1).primes.p
+    assert undefined().same(undefined(2.0), {2.0}, p) == same
+    assert not undefined().same(undefined(2.0), {3.0}, p)
+    assert not undefined().same(undefined(-2.0), {-2.0}, p)
 
 
 # ------------------------------------------------------------------------------ hidden operands

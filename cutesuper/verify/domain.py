@@ -58,20 +58,26 @@ class Undefined:
         every: the arguments of functions that not all numbers have (sqrt, log), and denominators
             that may be 0 for many inputs: residues, each once.
         doubtful: those of them that are not known to be positive.
+        fixed: those of them that are arguments of functions that have values in between numbers
+            other than 0 and infinity.
     """
 
     every: Residues
     doubtful: Residues
+    fixed: Residues
 
     def same(self, other: Undefined, scales: Iterable[float], p: int) -> bool:
         """True if the doubtful residues of each program occur in the other.
-        Once multiplied or divided by one of some numbers: positive ones change neither where a
-        denominator is 0 nor where an argument is negative. ``p`` is the prime of the residues."""
+        Once multiplied or divided by one of some numbers, but for ``fixed`` ones: positive numbers
+        change neither where a denominator is 0 nor where an argument is negative. ``p`` is the
+        prime of the residues."""
         factors = [residue(s, p) for s in scales if s > 0]
         factors += [pow(f, -1, p) for f in factors]
         return self._within(other, factors, p) and other._within(self, factors, p)
 
     def _within(self, other: Undefined, factors: Sequence[int], p: int) -> bool:
+        if not np.isin(self.fixed, other.every, assume_unique=True).all():
+            return False
         left = self.doubtful
         for f in (1, *factors):
             if left.size:
@@ -80,7 +86,7 @@ class Undefined:
         return not left.size
 
 
-NOWHERE = Undefined(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+NOWHERE = Undefined(*[np.zeros(0, np.uint64)] * 3)
 
 
 def _elements(values: list[FieldValue]) -> Residues:
@@ -117,6 +123,7 @@ class FieldDomain(FieldAlgebra):
         self._whole = whole
         self.strict = self.empty_rows = False
         self.hid: list[bool] = []
+        self._fixed: list[FieldValue] = []
         self._failing = np.uint64(failing * primes.p)
         self._padding = np.random.default_rng(seed + 1)
         self._padded: dict[tuple[int, tuple[int, ...]], tuple[Residues, Residues]] = {}
@@ -135,6 +142,7 @@ class FieldDomain(FieldAlgebra):
             value = replace(value, flat=True)
         if operator.partial and self.records:
             self.partial += args
+            self._fixed += [] if operator.partial_by_sign else args
         if masked or operator.hides:
             gone = operator.hidden(self, args, attributes)
             if gone is not None:
@@ -146,8 +154,11 @@ class FieldDomain(FieldAlgebra):
 
     def undefined(self) -> Undefined:
         """The arguments so far at which numbers may have no value."""
-        doubtful = [x for x in self.partial if x.flat or not x.positive]
-        return Undefined(_elements(self.partial), _elements(doubtful))
+        doubtful, fixed = (
+            _elements([x for x in known if x.flat or not x.positive])
+            for known in (self.partial, self._fixed)
+        )
+        return Undefined(_elements(self.partial), doubtful, fixed)
 
     def gone(self, x: FieldValue) -> FieldValue:
         """1 where x is -inf, 0 elsewhere."""

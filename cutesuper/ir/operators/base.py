@@ -116,6 +116,8 @@ class Operator:
     keeps_zero: ClassVar[bool] = False
     #: NaN for many arguments
     partial: ClassVar[bool] = False
+    #: and for all those of one sign
+    partial_by_sign: ClassVar[bool] = False
     composite: ClassVar[bool] = False
     #: for composite operators: the one number that they make of a row of -inf that is hidden, if
     #: any

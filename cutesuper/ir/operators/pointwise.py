@@ -125,7 +125,8 @@ def function(
     formulas = {
         "slope": slope, "of_tensor": of_tensor, "of_element": of_element, "of_value": of_value
     }  # fmt: skip
-    facets |= {"torch_names": (f"aten.{name}.default",), "partial": "domain" in facets}
+    facets |= {"torch_names": (f"aten.{name}.default",), "partial": "domain" in facets,
+               "partial_by_sign": facets.get("domain") == (0.0, inf)}  # fmt: skip
     return enter_formulas(Function, name, doc, formulas, **facets)
 
 
