@@ -160,6 +160,10 @@ def _demo(args: argparse.Namespace) -> int:
     except ValueError:
         message = f"--shape {args.shape}: give M x K x N, e.g. 16x4096x6144"
         raise _UsageError(message) from None
+    if min(m, k, n) < 1:
+        raise _UsageError(
+            f"--shape {args.shape}: a demonstration needs elements; give extents from 1 on"
+        )
     return run_demo((m, k, n), args.dtype, args.weight, args.budget_s)
 
 

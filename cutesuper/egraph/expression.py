@@ -199,7 +199,7 @@ class Expressions:
 
     @_memoised
     def terms_folded(self, x: int) -> frozenset[str]:
-        """How those terms are reduced that are folds, or multiples of one."""
+        """Names of the monoids of the terms that are folds, or multiples of one."""
         atoms = (self.atoms[a] for m, _ in self.terms(x) for a, _ in m.numerator)
         return frozenset(a.how for a in atoms if a.kind == AtomKind.FOLD)
 

@@ -99,6 +99,10 @@ class Numbers:
         """Place of the maximum, with the dimension."""
         return x.argmax(dim, keepdim=True).double()
 
+    def first(self, x: Tensor) -> Tensor:
+        """0 for each element, the place of the only one."""
+        return torch.zeros_like(x)
+
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         """Product of matrices."""
         found = x @ y
@@ -272,6 +276,13 @@ class Balls:
         exact = (x.e == 0).all(dim, keepdim=True)
         return Places(v.double(), torch.zeros_like(v).double(),
                       torch.where(exact, first, allowed), dim)  # fmt: skip
+
+    def first(self, x: Ball) -> Places:
+        """0 for each element, the place of the only one."""
+        zero = torch.zeros_like(x.v)
+        allowed = torch.zeros(x.v.shape, dtype=torch.bool)
+        allowed[..., 0] = True
+        return Places(zero, zero, allowed, -1)
 
     def matmul(self, x: Ball, y: Ball) -> Ball:
         """Product of matrices."""

@@ -291,6 +291,11 @@ def _argmax(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtyp
     return m.place(args[0], a["dim"])
 
 
+@formula("only_place")
+def _only_place(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.first(args[0])
+
+
 @formula("xlogy")
 def _xlogy(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     """0 where x is 0, which it may be in float32 where it is not in float64."""
