@@ -136,13 +136,21 @@ def inductor_cache(session_cache: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Small tensors are treated as if their offsets needed 64 bits, by code that is not kept with
-    that of others."""
+def compiled_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels are compiled by this process, and kept for this test: others, as the workers that
+    compile several kernels of a program, do not know what it has changed."""
+    from cutesuper.runtime import compile as compiling
+
+    monkeypatch.setattr(compiling, "run_in_workers", lambda requests, *_: [None] * len(requests))
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch, compiled_here: None) -> None:
+    """Small tensors are treated as if their offsets needed 64 bits."""
     from cutesuper.skeletons.kernel import arguments
 
     monkeypatch.setattr(arguments, "MAX_ELEMENTS", 100)
-    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
 
 
 @pytest.fixture

@@ -209,7 +209,9 @@ def test_gradients_with_offsets_of_64_bits(
 @pytest.mark.gpu
 @pytest.mark.ptx
 @pytest.mark.parametrize("rows", [16, 40])
-def test_blocks_in_one_row_of_a_grid(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_blocks_in_one_row_of_a_grid(
+    monkeypatch: pytest.MonkeyPatch, compiled_here: None, rows: int
+) -> None:
     """As many as if a side had room for one: of row tiles, and of slices with parts of the grid."""
     monkeypatch.setattr(products, "MAX_SIDE", 1)
     check_linear(Linear(rows, 400, 136, 16, 64, 64, norm=False, bias=True, parts=3))

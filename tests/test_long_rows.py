@@ -132,7 +132,7 @@ LONG: dict[str, tuple[Function, tuple[tuple[int, ...], ...], int]] = {
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch, compiled_here: None) -> None:
     """Kernels that hold short rows only."""
     limits = {"MAX_CLUSTER_ROW": 512, "MAX_ROW": 256, "SHORT": 128, "PART": 64, "WALKED": 128}
     limits |= {"SHORTEST_PART": 64, "LONGEST_PART": 128, "MAX_STRIDED": 64}
