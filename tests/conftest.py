@@ -140,8 +140,9 @@ def compiled_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Kernels are compiled by this process, and kept for this test: others, as the workers that
     compile several kernels of a program, do not know what it has changed."""
     from cutesuper.runtime import compile as compiling
+    from tests.ptx.device import no_workers
 
-    monkeypatch.setattr(compiling, "run_in_workers", lambda requests, *_: [None] * len(requests))
+    monkeypatch.setattr(compiling, "run_in_workers", no_workers)
     monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
 
 

@@ -71,6 +71,7 @@ class Space:
         parts = {label: all_parts(label) for label in program.reduced}
         exponents = [values[op.inputs[0]] for op in program.ops if op.facets.exponential]
         self.goal = Goal(self.table, (form for form, _ in self.goals), parts, exponents)
+        #: the program's values, if sums with a maximum are as they are written
         self._written = {z for x in values for z in self.goal.later(x)} if exact else None
         #: operators with an integer operand: operator, attributes, and the load of the integers
         integers = [

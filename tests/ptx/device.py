@@ -150,7 +150,7 @@ def _poisoned(length: int, dtype: torch.dtype) -> Any:
                       dtype=dtype)  # fmt: skip
 
 
-def _no_workers(requests: Sequence[Any], *_: Any) -> list[None]:
+def no_workers(requests: Sequence[Any], *_: Any) -> list[None]:
     """Leave all kernels to this process: a worker starts slower than a small kernel compiles."""
     return [None] * len(requests)
 
@@ -183,11 +183,11 @@ def emulated_gpu(name: str = "h200") -> Iterator[None]:
         functions = property(lambda variant: tuple(Emulated(s) for s in variant.steps))
         stack.enter_context(patch.object(Variant, "functions", functions))
         stack.enter_context(patch.object(ScratchMemory, "allot", _allot))
-        stack.enter_context(patch.object(compiling, "run_in_workers", _no_workers))
+        stack.enter_context(patch.object(compiling, "run_in_workers", no_workers))
         stack.enter_context(_CpuForCuda())
         programs.KERNEL_DEVICES.add("cpu")
         stack.callback(programs.KERNEL_DEVICES.discard, "cpu")
         yield
 
 
-__all__ = ["LIMIT", "Emulated", "emulated_gpu"]
+__all__ = ["LIMIT", "Emulated", "emulated_gpu", "no_workers"]
