@@ -326,6 +326,7 @@ def test_infinite_cotangents_of_hidden_elements_are_refused() -> None:
         lambda g, x: 1.0 / g.exp(x),
         lambda g, x: g.rsqrt(g.exp(x)),
         lambda g, x: g.square(g.log(g.exp(x))),
+        lambda g, x: 1.0 / g.square(x),
     ):
         with pytest.raises(GraphError, match="may be infinite where elements are hidden"):
             cs.grad(graph(lambda g, x, f=infinite: f(g, g.causal_mask(x)), (3, 4)))
@@ -604,6 +605,37 @@ def test_nothing_made_of_products_is_read_where_they_are_computed_again() -> Non
     assert split.saved == {}
     softmax = cs.split(graph(lambda g, x, w: g.softmax(x @ w, 1), (4, 24), (24, 33)))
     assert softmax.saved == {"out": 0}
+
+
+def test_values_are_kept_as_they_are_computed() -> None:
+    """Not as an output rounds them: gradients of float32 had the 8 bits of a bfloat16 output."""
+    g = new_kernel_graph()
+    x, w, a = (g.new_input(s, "float32", n) for s, n in (((8, 2), "x"), ((2, 8), "w"), ((8,), "a")))
+    y = x @ w
+    g.mark_output(y, "bfloat16")
+    g.mark_output(y * a)
+    for save in ("auto", [y]):
+        s = cs.split(g, save=save)
+        nodes = [s.backward.nodes[i] for i in s.backward.inputs]
+        assert {str(n.dtype) for n in nodes if n.name in s.saved} <= {"float32"}
+        assert [str(s.forward.nodes[i].dtype) for i in s.forward.outputs[:2]] == [
+            "bfloat16", "float32",
+        ]  # fmt: skip
+        assert len(s.saved) == (save != "auto")
+    added = [n for n in s.backward.nodes if n.operator == "add"]
+    assert [str(n.dtype) for n in added] == ["float32"]
+
+
+def test_statistics_are_kept_of_elements_that_are_kept() -> None:
+    """Logits over 512 elements are kept in 16 bits, and their log-sum-exp is of unrounded ones."""
+    shapes = (64, 512), (512, 128)
+    log_softmax = cs.split(graph(lambda g, x, w: g.log_softmax(x @ w, dim=1), *shapes))
+    assert log_softmax.saved == {"out": 0}
+
+    def confident(g: KernelGraph, x: Tensor, w: Tensor) -> Tensor:
+        return g.sum(g.square(g.softmax(x @ w, 1)), 1)
+
+    assert set(cs.split(graph(confident, *shapes)).saved) == {"matmul", "sum"}
 
 
 def test_gates_in_one_product_come_apart() -> None:

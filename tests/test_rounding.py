@@ -27,7 +27,7 @@ from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators import lookup
 from cutesuper.ir.rounding import Trials, levels, narrow, proportional
 from cutesuper.pipeline import Options, choose
-from cutesuper.search.cuts import Flat
+from cutesuper.search.cuts import Flat, Segments
 from cutesuper.targets import H200
 from cutesuper.verify.numeric import acceptable, execute
 from cutesuper.verify.rounding import check_rounding
@@ -358,6 +358,31 @@ def test_a_maximum_that_is_only_subtracted_is_float32_between_kernels() -> None:
     flat = Flat(graph_of(lambda g, x: g.softmax(g.square(x)), x=(8, 64)).expanded())
     [top] = [i for i, n in enumerate(flat.graph.nodes) if n.facets.selects]
     assert str(flat.dtype(top)) == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_a_kept_statistic_is_subtracted_of_is_float32_between_kernels(dtype: str) -> None:
+    """The statistic is of numbers that were not rounded: exp(x - lse) was 0.94 where it is 1."""
+    made = graph_of(
+        lambda g, x, w: g.log_softmax(g.silu(g.matmul(x, w)), dim=-1), dtype, x=(48, 8), w=(8, 2)
+    )
+    flat = Flat(cs.split(made, save=["max", "log"]).backward.expanded())
+    nodes = flat.graph.nodes
+    logits = [i for i in flat.shifted if nodes[i].facets.contracts]
+    assert logits and {str(flat.dtype(i)) for i in flat.shifted} == {"float32"}
+    assert {str(flat.dtype(i)) for i in range(len(nodes))} > {"float32"}
+
+
+def test_rounded_logits_and_the_sum_of_unrounded_exponentials_are_not_read_together() -> None:
+    flat = Flat(graph_of(lambda g, x, w: g.log_softmax(x @ w), x=(48, 8), w=(8, 64)).expanded())
+    nodes = flat.graph.nodes
+    [logits] = [i for i, n in enumerate(nodes) if n.facets.contracts]
+    [total] = [i for i, n in enumerate(nodes) if n.facets.sums]
+    assert {(logits, total), (logits, total + 1)} <= {*flat.rounded}  # and its logarithm
+    differences = tuple(i for i, n in enumerate(nodes) if n.facets.subtracts)
+    segments = Segments(flat)
+    assert segments.mixed(differences, 0, 2)  # reads logits, maximum and logarithm
+    assert not segments.mixed(flat.order, 1, len(flat.order))  # takes the sum again
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

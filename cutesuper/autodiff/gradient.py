@@ -134,7 +134,7 @@ def split(
     """
     joint = _Joint.of("split", graph, wrt, outputs)
     kept = choose(joint.reuse(), save)
-    joint.store_statistics(kept)
+    joint.store(kept)
     backward, used, gradients = joint.backward(kept)
     forward, positions = joint.forward(used)
     given = {backward.nodes[i].name for i in backward.inputs}
@@ -211,13 +211,19 @@ class _Joint:
                         else g.apply(n.operator, *args, **attributes)
                     )
                     self.values[i] = value.index
-        outputs = {self.values[i] for i in self.graph.outputs}
-        for i in outputs:
-            if g.nodes[i].facets.permutes and g.nodes[i].inputs[0] not in outputs:
-                g.stored[g.nodes[i].inputs[0]] = i
         # if several outputs are one value, the first gives the name
         ends = reversed(self.graph.outputs)
         g.types |= {self.values[i]: self.graph.nodes[i].dtype for i in ends}
+        outputs = {self.values[i] for i in self.graph.outputs}
+        for i in outputs:
+            before = g.nodes[i].inputs
+            if g.nodes[i].facets.permutes and before[0] not in outputs and not self._rounded(i):
+                g.stored[before[0]] = i
+
+    def _rounded(self, i: int) -> bool:
+        """True if a value is an output that is rounded to another type than it is computed in."""
+        own = self.both.nodes[i].dtype
+        return self.both.types.get(i, own) not in (own, float32)
 
     def _operands(self, i: int) -> list[Tensor]:
         return [self.both.tensor(self.values[j]) for j in self.graph.nodes[i].inputs]
@@ -239,12 +245,17 @@ class _Joint:
 
     def _differentiate(self, active: set[int], known: dict[int, Tensor]) -> dict[int, Tensor]:
         """Cotangents of all values, from the outputs backwards."""
-        g = self.both
         for i in reversed(range(len(self.graph.nodes))):
             if i in known and self.graph.nodes[i].operator != INPUT:
                 for j, t in self._contributions(i, active, known[i]):
-                    known[j] = g.add(known[j], t) if j in known else t
+                    known[j] = self._sum(j, known[j], t) if j in known else t
         return known
+
+    def _sum(self, i: int, a: Tensor, b: Tensor) -> Tensor:
+        """Two contributions to the cotangent of a value, added in float32 if that is its type."""
+        if self.both.nodes[self.values[i]].dtype == float32:
+            a, b = (self.both.converted(t, float32) for t in (a, b))
+        return self.both.add(a, b)
 
     def _take(self, targets: list[int], known: dict[int, Tensor]) -> None:
         """Take the cotangents of inputs as the gradients."""
@@ -315,17 +326,23 @@ class _Joint:
             self.both,
             inputs=dict((*self.inputs, *self.cotangents)),
             cotangents={i for i, _ in self.cotangents},
-            outputs={self.values[i] for i in self.graph.outputs},
+            outputs={v for i in self.graph.outputs if not self._rounded(v := self.values[i])},
             gradients=list(self.gradients.values()),
             values={(self.graph, i): v for i, v in self.values.items()},
         )
 
-    def store_statistics(self, kept: dict[int, str]) -> None:
-        """Store kept statistics of rows as float32, as between the kernels of a program.
-        Not one that is an operand of a product, which has one element type. What such an operand is
-        computed from may be larger than 16 bits hold: of 1 / sqrt(x^2 + 1e-5) the cube.
+    def store(self, kept: dict[int, str]) -> None:
+        """Choose the element types in which the forward pass keeps values.
+
+        Their own, whatever a value is rounded to as an output of the program. Statistics of rows
+        are float32, as between the kernels of a program, but for operands of products, which have
+        one element type. What such an operand is computed from may be larger than 16 bits hold:
+        of 1 / sqrt(x^2 + 1e-5) the cube.
         """
         g = self.both
+        for i in kept:
+            if self._rounded(i):
+                del g.types[i]
         nodes = g.needed(self.gradients.values(), {i for i, _ in self.inputs} | set(kept))
         operands = set[int]()
         for i in sorted(nodes, reverse=True):
@@ -339,11 +356,14 @@ class _Joint:
     def forward(self, kept: dict[int, str]) -> tuple[KernelGraph, dict[str, int]]:
         """The program with further outputs, and the output that holds each kept value."""
         outputs = [self.values[i] for i in self.graph.outputs]
-        if not set(kept) - set(outputs):
+        types = [self.graph.nodes[i].dtype for i in self.graph.outputs]
+        own = {i: self.both.types.get(i, self.both.nodes[i].dtype) for i in kept}
+        rounded = [own.get(i, dtype) != dtype for i, dtype in zip(outputs, types, strict=True)]
+        if not set(kept) - set(outputs) and not any(rounded):
             return self.graph, {name: outputs.index(i) for i, name in kept.items()}
-        for n, i in enumerate(self.graph.outputs):
-            while outputs[n] in outputs[:n]:
-                outputs[n] = self._once_more(outputs[n], self.graph.nodes[i].dtype)
+        for n, dtype in enumerate(types):
+            while rounded[n] or outputs[n] in outputs[:n]:
+                outputs[n], rounded[n] = self._once_more(outputs[n], dtype), False
         outputs += [i for i in kept if i not in outputs]
         places = {name: outputs.index(i) for i, name in kept.items()}
         return self.both.extract(self.inputs, outputs), places

@@ -238,29 +238,34 @@ class Derivation(KernelGraph):
         """True if ``t`` is 0 wherever ``masked`` is -inf, as cotangents from a softmax are.
 
         Raises:
-            GraphError: ``t`` may be infinite there, as the cotangent from 1 / e^masked is.
+            GraphError: ``t`` may be infinite there, as the cotangent from 1 / e^masked is, or 0
+                times infinity, as that from 1 / masked^2.
         """
         hidden, found = self._hidden(t, masked), dict[int, bool]()
-        infinite = dict[int, bool]()
+        infinite, large = dict[int, bool](), dict[int, bool]()
         for i in self._needed(t):
             facets, args = self.nodes[i].facets, self.nodes[i].inputs
+            powers = list(zip(args, facets.powers or (), strict=False))
+            up = any(large[j] for j, n in powers if n > 0)
+            down = any(found[j] if n > 0 else large[j] for j, n in powers)
             zero = [found[j] for j in args]
+            large[i] = hidden[i] or up
             infinite[i] = (
                 any(infinite[j] for j in args)
-                or (facets.powers is not None and any(zero) and any(hidden[j] for j in args))
+                or (up and down)
                 or (facets.divides and zero[1])
                 or (facets.partial and any(zero))
             )
             found[i] = not infinite[i] and (
                 (facets.exponential and hidden[args[0]])
-                or (facets.multiplies and any(zero))
-                or (facets.divides and zero[0])
+                or down
                 or (facets.signs is not None and all(zero))
             )
         if infinite[t.index]:
             raise GraphError(
                 f"grad: the cotangent of {masked!r} may be infinite where elements are hidden, "
-                "since something divides by what is 0 there; hide them behind the quotient"
+                "since something divides by what is 0 there, or multiplies 0 by what is infinite; "
+                "hide them behind the quotient"
             )
         return found[t.index]
 

@@ -284,13 +284,13 @@ class Flat:
 
     def _loaded(self, value: int) -> int | None:
         """Index of the output that other kernels load as a value.
-        None if there is none, or if it is stored in a shorter type, which rounds it for its caller
+        None if there is none, or if it is stored in another type, which rounds it for its caller
         only."""
         n = self._output(value)
         if n is None or self.graph.nodes[value].given:
             return n
         stored = self.graph.nodes[self.graph.outputs[n]].dtype
-        return None if stored.itemsize < self._own(value).itemsize else n
+        return n if stored in (self._own(value), float32) else None
 
     def _own(self, value: int) -> DType:
         if value in self.compared_together:
@@ -299,8 +299,8 @@ class Flat:
 
     def dtype(self, value: int) -> DType:
         """Element type of a stored value: the graph's type.
-        Between two kernels float32 for statistics and for values that float16 cannot hold, and for
-        a maximum that is compared with its elements their type."""
+        Between two kernels float32 for statistics, for `shifted` values and for such that float16
+        cannot hold, and for a maximum that is compared with its elements their type."""
         if value not in self._dtypes:
             self._dtypes[value] = self._dtype(value)
         return self._dtypes[value]
@@ -315,7 +315,31 @@ class Flat:
             return self.dtype(self.operands(value)[0].value)
         own = self._own(value)
         wide = own == float16 and value not in self.narrow
-        return float32 if wide or value in self.statistics else own
+        return float32 if wide or value in self.statistics | self.shifted else own
+
+    @cached_property
+    def shifted(self) -> frozenset[int]:
+        """Values of which a given number of their row is subtracted before an exponential.
+
+        That is the log-sum-exp which a forward pass kept, of values that were not rounded. Rounded
+        to fp16, logits around 169 are multiples of 0.125: exp(x - lse) was 0.94 where it is 1.
+        """
+        nodes, found = self.graph.nodes, set[int]()
+        given = {i for i, n in enumerate(nodes) if n.given}
+        for i, n in enumerate(nodes):
+            if lookup(n.operator).elementwise and given.issuperset(n.inputs):
+                given.add(i)
+        exponents = {i for n in nodes if n.facets.exponential for i in n.inputs}
+        for i in reversed(range(len(nodes))):
+            n = nodes[i]
+            if i in exponents and n.facets.subtracts:
+                x, shift = n.inputs
+                exponents.add(x)  # (x - max x) - log sum exp(x - max x)
+                if shift in given and nodes[shift].shape[-1:] == (1,):
+                    found.add(x)
+            if i in found and not n.facets.contracts and lookup(n.operator).reduces is None:
+                found.update(n.inputs)
+        return frozenset(found - given)
 
     @cached_property
     def rounded(self) -> tuple[tuple[int, int], ...]:
@@ -332,7 +356,34 @@ class Flat:
                     short = v in self._operators and self.dtype(v).itemsize == 2
                     found |= {v} if short else below.get(v, frozenset())
             below[i] = frozenset(found)
-        return tuple((a, b) for b in self.order if self.dtype(b) == float32 for a in below[b])
+        apart = ((a, b) for b in self.order if self.dtype(b) == float32 for a in below[b])
+        return (*apart, *self._normalised())
+
+    def _normalised(self) -> list[tuple[int, int]]:
+        """Values of 16 bits, each with a sum of exponentials of what a statistic leaves of it.
+
+        A kernel that read the logits z and the sum of exp(z - max z) of another kernel would make
+        0.94 of a share that is 1, as in `shifted`.
+        """
+        below, shifted, summed = (dict[int, frozenset[int]]() for _ in range(3))
+        found = list[tuple[int, int]]()
+        for i in self.order:
+            facets, args = self.graph.nodes[i].facets, [v.value for v in self.operands(i)]
+            before, after, sums = (
+                frozenset[int]().union(*(values.get(j, frozenset()) for j in args))
+                for values in (below, shifted, summed)
+            )
+            if lookup(self.graph.nodes[i].operator).elementwise:
+                below[i] = before | {i}
+                less = facets.subtracts and args[1] in self.statistics
+                shifted[i] = after | (below.get(args[0], frozenset()) if less else frozenset())
+                summed[i] = sums | (after if facets.exponential else frozenset())
+            else:
+                below[i] = frozenset((i,) if facets.contracts else ())
+                summed[i] = frozenset() if facets.contracts else sums
+            if i in self.statistics:
+                found += [(a, i) for a in summed[i] if self.dtype(a).itemsize == 2]
+        return found
 
     @cached_property
     def narrow(self) -> frozenset[int]:

@@ -20,6 +20,8 @@ Function = Callable[..., Tensor]
 
 #: terms of a sum that one accumulator adds up one after the other
 CHAIN = 256
+#: times that a part of a sum may be as large as the sum
+PARTS = 4.0
 #: units in the last place by which a function of the hardware may be off in float32
 FUNCTION_ULP = 8.0
 #: a periodic function is largest or smallest here, and at every multiple of pi further on
@@ -139,6 +141,10 @@ class Numbers:
         r = 2 * torch.rand(x.shape, generator=self._generator, dtype=torch.float64) - 1
         return torch.where(x.isfinite() & (x != 0), x + r * (u * x.abs() + tiny), x)
 
+    def in_parts(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A value that may be rounded in parts, which are added up later."""
+        return x
+
     def value(self, x: Tensor) -> Tensor:
         """The value as plain numbers."""
         return x
@@ -202,7 +208,7 @@ class Balls:
                 e = torch.maximum(e, _distance(end, v))
         for turn in _turns(f, args[0]):
             e = torch.maximum(e, _distance(f(turn), v))
-        if f is torch.div:
+        if getattr(f, "func", f) is torch.div:  # or a partial: the whole part of a quotient
             pole = (args[1].e > 0) & (args[1].v.abs() <= args[1].e)
             e = torch.where(pole, torch.inf, e)
         e = self._blurred(e, args)
@@ -315,6 +321,12 @@ class Balls:
         e = torch.where((x.v == 0) & (x.e == 0), 0.0, e)  # zeros are zeros
         beyond = x.v.isfinite() & (x.v.abs() + x.e > reach(kind))
         return self._ball(x.v, torch.where(beyond, torch.inf, e))
+
+    def in_parts(self, x: Ball, dtype: torch.dtype) -> Ball:
+        """A value that may be rounded in parts, which are added up later: nothing is known of one
+        whose parts may be too large."""
+        beyond = x.v.isfinite() & (PARTS * x.v.abs() > reach(dtype))
+        return self._ball(x.v, torch.where(beyond, torch.inf, x.e))
 
     def value(self, x: Ball) -> Tensor:
         """The value as plain numbers."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import cutesuper as cs
 from cutesuper.ir.graph import KernelGraph
-from tests.fuzz import functions, judge
+from tests.fuzz import functions
 from tests.fuzz.check import CALLING, MAKING, NEEDING, Refused, Settings, Stage, Wrong, held
 from tests.fuzz.functions import Function, laid_out
 from tests.fuzz.judge import Expected
@@ -127,7 +127,7 @@ def check_traced(f: Function, settings: Settings, stage: Stage) -> Outcome:
     except MAKING as error:
         raise Refused(error, "trace") from error
     kind = _check_calls(program, given, wanted, stage)
-    _check_backward(f, program, inputs, stage)
+    functions.check_backward(f, program, inputs, stage, "cuda")
     if f.dynamic:
         others = f.arguments(f.rows[1])
         _check_calls(program, [x.cuda() for x in others], functions.wanted_of(f, others), stage)
@@ -146,21 +146,3 @@ def _check_calls(program: Any, inputs: list[Tensor], wanted: list[Expected], sta
         if not torch.equal(bits(x), bits(y)):
             raise Wrong("wrong", "function", "two calls give different bits")
     return held(first, wanted, "function")
-
-
-def _check_backward(f: Function, program: Any, inputs: list[Tensor], stage: Stage) -> None:
-    """Gradients of the weighted sum of all outputs, against those of PyTorch in float64."""
-    stage("backward")
-    wanted = functions.gradients_wanted(f, inputs)
-    leaves = [x.cuda().requires_grad_() for x in inputs]
-    try:
-        total = functions.weighted(program(*leaves))
-        if not isinstance(total, Tensor) or not total.requires_grad:
-            return
-        found: Any = torch.autograd.grad(total, leaves, allow_unused=True)
-    except MAKING as error:
-        raise Refused(error, "backward") from error
-    made = [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
-    verdict = judge.judged(made, wanted)
-    if verdict.wrong:
-        raise Wrong("wrong", "backward", verdict.reason)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ def _rest(rounding: str) -> Formula:
     """x less the whole multiple of y that fits; of an infinite y none fits into a number."""
 
     def formula(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
-        count = m.jump(lambda x, y: torch.div(x, y, rounding_mode=rounding), *args)
+        count = m.jump(partial(torch.div, rounding_mode=rounding), *args)
         whole = m.function(lambda n, y: torch.where(n == 0, 0.0, n * y), count, args[1])
         return m.plus(torch.sub, args[0], whole)
 

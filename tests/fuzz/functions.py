@@ -27,8 +27,10 @@ from torch.utils._pytree import tree_map_only
 
 import cutesuper as cs
 from cutesuper import pipeline
+from cutesuper.autodiff.gradient import reached, split
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.checks import Signature
+from cutesuper.runtime.gradient import Gradient, recorded
 from cutesuper.runtime.kernel import bucketed
 from cutesuper.torch.compile import trace
 from tests.fuzz import judge
@@ -428,6 +430,7 @@ class _Limited(torch.autograd.Function):
 
 
 def _limited(x: Tensor, largest: float) -> Tensor:
+    x = x + 0.0  # of -0: values know no sign of 0, by which the angle of two zeros is 0 or pi
     return torch.where(x.abs() > largest, x.sign() * torch.inf, x)
 
 
@@ -532,11 +535,33 @@ def _run(f: Function, settings: Settings, stage: Stage) -> Outcome:
         program = traced(f, inputs, settings, stage)
         stage("call")
         kind = _called(program, inputs, wanted, f)
-        if f.dynamic:
-            stage("call with other extents")
-            inputs = f.arguments(f.rows[1])
+    check_backward(f, program, inputs, stage)
+    if f.dynamic:
+        stage("call with other extents")
+        inputs = f.arguments(f.rows[1])
+        with torch.no_grad():
             _called(program, inputs, wanted_of(f, inputs), f)
     return Outcome(kind)
+
+
+def check_backward(
+    f: Function, program: Any, inputs: list[Tensor], stage: Stage, device: str = "cpu"
+) -> None:
+    """Gradients of the weighted sum of all outputs, against those of PyTorch in float64."""
+    stage("backward")
+    wanted = gradients_wanted(f, inputs)
+    leaves = [x.to(device, copy=True).requires_grad_() for x in inputs]
+    try:
+        total = weighted(program(*leaves))
+        if not isinstance(total, Tensor) or not total.requires_grad:
+            return
+        found: Any = torch.autograd.grad(total, leaves, allow_unused=True)
+    except MAKING as error:
+        raise Refused(error, "backward") from error
+    made = [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
+    verdict = judge.judged(made, wanted)
+    if verdict.wrong:
+        raise Wrong("wrong", "backward", verdict.reason)
 
 
 def _called(program: Any, inputs: list[Tensor], wanted: list[Expected], f: Function) -> str:
@@ -576,7 +601,7 @@ class BlockKernel:
     """Stands in the place of a kernel: the same search, and its block programs run by PyTorch."""
 
     def __init__(self, graph: KernelGraph, settings: Settings) -> None:
-        self.graph = graph
+        self.graph, self._settings = graph, settings
         hinted = graph.with_hints(bucketed(graph))
         options = pipeline.Options(cs.H200, budget_s=settings.budget_s, tuned=False)
         _, choice = pipeline.choose(hinted, options, keep=settings.keep)
@@ -584,6 +609,21 @@ class BlockKernel:
         self._signature = Signature(graph)
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        names = [n for n, t in zip(self._signature.names, tensors, strict=True) if t.requires_grad]
+        if torch.is_grad_enabled() and (wrt := reached(self.graph, names)):
+            return recorded(self._gradient(wrt), tensors)
+        with torch.no_grad():
+            return self._run(tensors)
+
+    def _gradient(self, wrt: tuple[str, ...]) -> Gradient:
+        parts = split(self.graph, wrt)
+        forward, backward = (
+            BlockKernel(g, self._settings) if g.outputs else None
+            for g in (parts.forward, parts.backward)
+        )
+        return Gradient(self.graph, wrt, parts, forward, backward)  # type: ignore[arg-type]
+
+    def _run(self, tensors: list[Tensor]) -> list[Tensor]:
         extents = self._signature.bind(tensors) or {}
         mu, graph = self.mugraph, self.graph
         for rows in extents.values():

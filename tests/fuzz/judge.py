@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from cutesuper.ir.graph import KernelGraph, Node
+from cutesuper.ir.operators.base import lookup
 from tests.fuzz.arithmetic import (
     Arithmetic,
     Ball,
@@ -72,7 +73,7 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
     hidden = any(node.operator in HIDING for node in graph.nodes)
     formulas = WITH_HIDDEN_ROWS if hidden else FORMULAS
     values: list[Any] = []
-    feed, (gone, empty) = iter(inputs), _gone_and_empty(graph)
+    feed, (gone, empty), sums = iter(inputs), _gone_and_empty(graph), _of_products(graph)
     for node in graph.nodes:
         if node.operator == "input":
             x = next(feed)
@@ -85,12 +86,17 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
             attributes = dict(node.attributes) | {"factors": factors}
             if node.operator == "matmul":
                 args = [m.store(x, factors, limited=False) for x in args]
+                pairs = zip(node.inputs, args, strict=True)
+                args = [m.in_parts(x, factors) if j in sums else x for j, x in pairs]
             by_none = node.operator == "div" and node.inputs[1] in empty
             formula = OF_EMPTY if by_none else formulas[node.operator]
             if node.operator == "softmax" and node.inputs[0] not in gone:
                 formula = softmax_by_data
             dims = _compared(graph, node)
             y = m.largest(args[0], dims) if dims else formula(m, args, attributes, dtype)
+            own = graph.own_dtype(graph.tensor(len(values))).torch
+            if dtype.itemsize == own.itemsize and not node.dtype.integer:
+                y = m.store(y, own)  # before it is an output of another type of 16 bits
             values.append(y if node.dtype.integer else m.store(y, dtype))
     return [values[i] for i in graph.outputs]
 
@@ -120,6 +126,18 @@ def _gone_and_empty(graph: KernelGraph) -> tuple[set[int], set[int]]:
         ):
             zero.add(i)
     return gone, zero
+
+
+def _of_products(graph: KernelGraph) -> set[int]:
+    """The nodes that are made of products, element by element. Of (X A) B each block of a cluster
+    takes a part of X A, and rounds it (docs/lowering/matmul.md)."""
+    found = set[int]()
+    for i, node in enumerate(graph.nodes):
+        if node.facets.contracts or (
+            lookup(node.operator).elementwise and found.intersection(node.inputs)
+        ):
+            found.add(i)
+    return found
 
 
 def _compared(graph: KernelGraph, node: Node) -> list[int]:
