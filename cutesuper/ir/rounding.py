@@ -179,8 +179,10 @@ def narrow(graph: KernelGraph) -> frozenset[int]:
     for i in reversed(range(len(graph.nodes))):  # a transpose is a view: its operand is stored
         if i in found and graph.nodes[i].facets.permutes:
             found.update(graph.nodes[i].inputs)
-    shared = frozenset[int]().union(*comparisons(graph).values())
-    return frozenset(found | {i for i in shared if graph.nodes[i].inputs[0] in found})
+    for i in sorted(frozenset[int]().union(*comparisons(graph).values())):
+        if graph.nodes[i].inputs[0] in found:
+            found.add(i)
+    return frozenset(found)
 
 
 def comparisons(graph: KernelGraph) -> dict[int, frozenset[int]]:
@@ -188,14 +190,15 @@ def comparisons(graph: KernelGraph) -> dict[int, frozenset[int]]:
 
     The derivative of a maximum divides by the number of elements that equal it, which is 0 if the
     maximum and the elements are rounded apart. A maximum of values that are put together is the
-    larger one of their maxima, which are maxima of the threshold, too.
+    larger one of their maxima, and one along two dimensions that of maxima along one: these are
+    maxima of the threshold, too.
 
     Args:
         graph: any.
 
     Returns:
         The maxima of each such node: of ``at_least(x, max(x))``, of ``step(max(x) - x)``, of
-        ``at_least(x, maximum(max(x), max(y)))``.
+        ``at_least(x, maximum(max(x), max(y)))``, of ``at_least(x, max(max(x)))``.
     """
     nodes, tops, found = graph.nodes, _tops(graph), dict[int, frozenset[int]]()
     for i, node in enumerate(nodes):
@@ -228,9 +231,12 @@ def _tops(graph: KernelGraph) -> list[frozenset[int]]:
 
 
 def _combines(node: Node, maximum: Node) -> bool:
-    """True if a node has the larger one of two numbers, as a maximum or a node like it has."""
-    how = maximum.facets.reduces
-    return node.operator == (maximum.operator if how is None else how.operator)
+    """True if a node has the larger one of some numbers, as a maximum or a node like it has."""
+    pair, other = (
+        n.operator if n.facets.reduces is None else n.facets.reduces.operator
+        for n in (node, maximum)
+    )
+    return pair == other
 
 
 def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:

@@ -419,9 +419,10 @@ class Flat:
         """The maxima of several values that are compared with all of these, and the values.
         They are not rounded between kernels: a piece that float16 cannot hold would be, beside one
         that it holds."""
-        nodes = self.graph.nodes
-        joined = [i for i in self.compared if not nodes[i].facets.selects]
-        maxima = {*joined, *(j for i in joined for j in nodes[i].inputs)}
+        nodes, maxima = self.graph.nodes, set[int]()
+        for tops in comparisons(self.graph).values():
+            if any(not nodes[i].facets.selects for i in tops):
+                maxima |= tops
         found = maxima | elements_of(self.graph, maxima)
         for i in reversed(range(len(nodes))):  # a transpose is a view: its operand is stored
             if i in found and nodes[i].facets.permutes:

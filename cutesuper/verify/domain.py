@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 
 import numpy as np
@@ -96,6 +97,9 @@ def _elements(values: list[FieldValue]) -> Residues:
     return ordered[np.diff(ordered, prepend=~ordered[:1]) != 0]
 
 
+FieldValues = tuple[FieldValue, ...]
+
+
 class FieldDomain(FieldAlgebra):
     """`FieldAlgebra` plus conditions, and loads and stores of tensors that are cut into parts.
 
@@ -124,6 +128,10 @@ class FieldDomain(FieldAlgebra):
         self.strict = self.empty_rows = False
         self.hid: list[bool] = []
         self._fixed: list[FieldValue] = []
+        self._also: list[FieldValue] = []
+        #: by the residues of a value, with the value, which keeps them alive
+        self._divisors: dict[int, tuple[FieldValue, FieldValues]] = {}
+        self._factors: dict[int, tuple[FieldValue, FieldValues]] = {}
         self._failing = np.uint64(failing * primes.p)
         self._padding = np.random.default_rng(seed + 1)
         self._padded: dict[tuple[int, tuple[int, ...]], tuple[Residues, Residues]] = {}
@@ -140,9 +148,8 @@ class FieldDomain(FieldAlgebra):
             value = replace(value, positive=True)
         if operator.flat:
             value = replace(value, flat=True)
-        if operator.partial and self.records:
-            self.partial += args
-            self._fixed += [] if operator.partial_by_sign else args
+        if self.records:
+            self._record(operator, value, args)
         if masked or operator.hides:
             gone = operator.hidden(self, args, attributes)
             if gone is not None:
@@ -152,13 +159,36 @@ class FieldDomain(FieldAlgebra):
                 self.hid.append(bool(value.gone().any()))
         return value
 
+    def _record(self, operator: Operator, value: FieldValue, args: list[FieldValue]) -> None:
+        """Note arguments at which an operator may have no value.
+        With `_also`, for a quotient of a quotient x / a / b the product a b, and for x / (a b) the
+        factors a and b: they are 0 at the same inputs."""
+        if operator.partial:
+            self.partial += args
+            self._fixed += [] if operator.partial_by_sign else args
+        if not operator.multiplies and not operator.divides:
+            return
+        over = [self._known(self._divisors, x) for x in args]
+        divisors = [*over[0], *(args[1:] if operator.divides else over[1])]
+        if divisors:
+            self._divisors[id(value.p)] = value, (reduce(self.mul, divisors),)
+        factors = [self._known(self._factors, x) for x in args]
+        if operator.divides:
+            self._also += [*factors[1], *self._divisors[id(value.p)][1]]
+        elif value.flat:
+            self._factors[id(value.p)] = value, (*args, *factors[0], *factors[1])
+
+    @staticmethod
+    def _known(noted: Mapping[int, tuple[FieldValue, FieldValues]], x: FieldValue) -> FieldValues:
+        return noted[id(x.p)][1] if id(x.p) in noted else ()
+
     def undefined(self) -> Undefined:
         """The arguments so far at which numbers may have no value."""
         doubtful, fixed = (
             _elements([x for x in known if x.flat or not x.positive])
             for known in (self.partial, self._fixed)
         )
-        return Undefined(_elements(self.partial), doubtful, fixed)
+        return Undefined(_elements([*self.partial, *self._also]), doubtful, fixed)
 
     def gone(self, x: FieldValue) -> FieldValue:
         """1 where x is -inf, 0 elsewhere."""
