@@ -92,6 +92,39 @@ def test_arguments_may_have_a_factor_if_their_sign_decides(name: str, same: bool
     assert not undefined().same(undefined(-2.0), {-2.0}, p)
 
 
+def test_a_quotient_of_a_quotient_divides_by_the_product() -> None:
+    """Of x / a / b and x / (a b), a and b have the same zeros: those of x / a and of x / b not."""
+
+    def undefined(formula: Callable[[FieldDomain, Any, Any, Any], Any]) -> Undefined:
+        domain = FieldDomain(seed=1)
+        domain.records = True
+        x, y, z = (draw((4, 4), [n], True, domain.primes) for n in (3, 4, 5))
+        a, b = (domain.elementwise("relu", [v], {}) for v in (y, z))
+        formula(domain, x, a, b)
+        return domain.undefined()
+
+    def mul(d: FieldDomain, x: Any, y: Any) -> Any:
+        return d.elementwise("mul", [x, y], {})
+
+    def div(d: FieldDomain, x: Any, y: Any) -> Any:
+        return d.elementwise("div", [x, y], {})
+
+    p = FieldDomain(seed=1).primes.p
+    whole = undefined(lambda d, x, a, b: div(d, x, mul(d, a, b)))
+    for same in (
+        lambda d, x, a, b: div(d, div(d, x, a), b),
+        lambda d, x, a, b: div(d, mul(d, div(d, x, a), x), b),
+        lambda d, x, a, b: mul(d, div(d, x, a), div(d, x, b)),
+    ):
+        assert whole.same(undefined(same), (), p)
+    for other in (
+        lambda d, x, a, b: div(d, x, a),
+        lambda d, x, a, b: mul(d, div(d, x, a), b),
+        lambda d, x, a, b: [div(d, x, a), div(d, x, b)],
+    ):
+        assert not whole.same(undefined(other), (), p)
+
+
 # ------------------------------------------------------------------------------ hidden operands
 
 ROWS = {"M": 8, "N": 8}

@@ -354,6 +354,19 @@ def test_a_maximum_that_is_compared_with_its_elements_is_rounded_like_them(dtype
     assert (stored >= largest).any(-1).all() and (stored <= largest).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_maxima_of_maxima_that_are_compared_are_rounded_like_the_elements(dtype: str) -> None:
+    """``x.amax()`` takes maxima of rows first: none of the rounded elements was the largest."""
+    graph = graph_of(lambda g, x: g.apply("amax", g.silu(x), dims=(0, 1)), dtype, x=(16, 8))
+    both = cs.split(graph)
+    assert "out" not in both.saved  # which is rounded, and compared with elements that are not
+    flat = Flat(both.backward.expanded())
+    tops = [i for i, n in enumerate(flat.graph.nodes) if n.facets.selects]
+    assert len(tops) == 2
+    elements = flat.graph.nodes[tops[0]].inputs[0]
+    assert {str(flat.dtype(i)) for i in (*tops, elements)} == {dtype}
+
+
 def test_a_maximum_that_is_only_subtracted_is_float32_between_kernels() -> None:
     flat = Flat(graph_of(lambda g, x: g.softmax(g.square(x)), x=(8, 64)).expanded())
     [top] = [i for i, n in enumerate(flat.graph.nodes) if n.facets.selects]

@@ -168,19 +168,19 @@ class FieldDomain(FieldAlgebra):
             self._fixed += [] if operator.partial_by_sign else args
         if not operator.multiplies and not operator.divides:
             return
-        over = [self._known(self._divisors, x) for x in args]
+        over, factors = (
+            [noted[id(x.p)][1] if id(x.p) in noted else () for x in args]
+            for noted in (self._divisors, self._factors)
+        )
         divisors = [*over[0], *(args[1:] if operator.divides else over[1])]
         if divisors:
-            self._divisors[id(value.p)] = value, (reduce(self.mul, divisors),)
-        factors = [self._known(self._factors, x) for x in args]
+            whole = reduce(self.mul, divisors)
+            self._divisors[id(value.p)] = value, (whole,)
+            self._also.append(whole)
         if operator.divides:
-            self._also += [*factors[1], *self._divisors[id(value.p)][1]]
+            self._also += factors[1]
         elif value.flat:
             self._factors[id(value.p)] = value, (*args, *factors[0], *factors[1])
-
-    @staticmethod
-    def _known(noted: Mapping[int, tuple[FieldValue, FieldValues]], x: FieldValue) -> FieldValues:
-        return noted[id(x.p)][1] if id(x.p) in noted else ()
 
     def undefined(self) -> Undefined:
         """The arguments so far at which numbers may have no value."""
