@@ -98,6 +98,12 @@ def _elements(values: list[FieldValue]) -> Residues:
 
 
 FieldValues = tuple[FieldValue, ...]
+Place = tuple[int, tuple[str, ...]]
+
+
+def _place(x: FieldValue) -> Place:
+    """Where the residues of a value are, and the names of their dimensions."""
+    return id(x.p), x.dims
 
 
 class FieldDomain(FieldAlgebra):
@@ -129,9 +135,9 @@ class FieldDomain(FieldAlgebra):
         self.hid: list[bool] = []
         self._fixed: list[FieldValue] = []
         self._also: list[FieldValue] = []
-        #: by the residues of a value, with the value, which keeps them alive
-        self._divisors: dict[int, tuple[FieldValue, FieldValues]] = {}
-        self._factors: dict[int, tuple[FieldValue, FieldValues]] = {}
+        #: by the `_place` of a value, with the value, which keeps its residues there
+        self._divisors: dict[Place, tuple[FieldValue, FieldValues]] = {}
+        self._factors: dict[Place, tuple[FieldValue, FieldValues]] = {}
         self._failing = np.uint64(failing * primes.p)
         self._padding = np.random.default_rng(seed + 1)
         self._padded: dict[tuple[int, tuple[int, ...]], tuple[Residues, Residues]] = {}
@@ -169,18 +175,18 @@ class FieldDomain(FieldAlgebra):
         if not operator.multiplies and not operator.divides:
             return
         over, factors = (
-            [noted[id(x.p)][1] if id(x.p) in noted else () for x in args]
+            [noted[_place(x)][1] if _place(x) in noted else () for x in args]
             for noted in (self._divisors, self._factors)
         )
         divisors = [*over[0], *(args[1:] if operator.divides else over[1])]
         if divisors:
             whole = reduce(self.mul, divisors)
-            self._divisors[id(value.p)] = value, (whole,)
+            self._divisors[_place(value)] = value, (whole,)
             self._also.append(whole)
         if operator.divides:
             self._also += factors[1]
         elif value.flat:
-            self._factors[id(value.p)] = value, (*args, *factors[0], *factors[1])
+            self._factors[_place(value)] = value, (*args, *factors[0], *factors[1])
 
     def undefined(self) -> Undefined:
         """The arguments so far at which numbers may have no value."""
