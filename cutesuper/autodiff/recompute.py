@@ -182,7 +182,7 @@ def _shifts_computed(reuse: Reuse, kept: set[int], i: int) -> bool:
     nodes, known = reuse.both.nodes, {*reuse.inputs, *kept}
     if all(nodes[j].dtype != float32 for j in reuse.gradients):
         return False
-    for n in (n for n in _shifted(reuse, kept) if n.shift == i):
+    for n in (n for n in _shifted(reuse, kept) if n.shift == i and n.argument is not None):
         before = [nodes[k].facets for k in reuse.both.needed([n.elements], known)]
         if any(f.contracts for f in before):
             return False
@@ -192,23 +192,25 @@ def _shifts_computed(reuse: Reuse, kept: set[int], i: int) -> bool:
 
 
 class _Shifted(NamedTuple):
-    """An argument of an exponential, the elements it is made of, and a value subtracted of them."""
+    """Elements and a value that is subtracted of them, and the argument that an exponential takes
+    of the difference; None if none does."""
 
-    argument: int
     elements: int
     shift: int
+    argument: int | None
 
 
 def _shifted(reuse: Reuse, kept: set[int]) -> list[_Shifted]:
-    """The shifted arguments of exponentials that the gradients compute if some values are kept."""
+    """The differences that the gradients compute if some values are kept."""
     nodes, found = reuse.both.nodes, list[_Shifted]()
     needed = reuse.both.needed(reuse.gradients, {*reuse.inputs, *kept})
     whole = {j: j for e in needed if nodes[e].facets.exponential for j in nodes[e].inputs}
     for j in sorted(needed, reverse=True):
-        if j in whole and nodes[j].facets.subtracts:
+        if nodes[j].facets.subtracts:
             elements, shift = nodes[j].inputs
-            whole[elements] = whole[j]  # x - max x - log sum exp(x - max x)
-            found.append(_Shifted(whole[j], elements, shift))
+            if j in whole:
+                whole[elements] = whole[j]  # x - max x - log sum exp(x - max x)
+            found.append(_Shifted(elements, shift, whole.get(j)))
     return found
 
 
@@ -218,14 +220,14 @@ def _rounded_alike(reuse: Reuse, kept: set[int]) -> set[int]:
     Logits over 344 elements are kept, in 16 bits. Their log-sum-exp is of those that were not
     rounded: with logits of 30 in bfloat16, a share that is 1 was off by 0.06, and gradients by 4.6
     times as much as PyTorch's. It is taken again, of rounded logits, or the whole argument of the
-    exponential is kept, where that is an output (of log_softmax).
+    exponential is kept, where that is an output (of log_softmax). The same for means.
     """
     nodes, found = reuse.both.nodes, set(kept)
+    loaded = {j for j in kept if nodes[j].dtype.itemsize == 2 and nodes[j].shape[-1:] != (1,)}
     for n in _shifted(reuse, kept):
-        loaded = {j for j in kept if nodes[j].dtype.itemsize == 2 and nodes[j].shape[-1:] != (1,)}
         before = {j for i in reuse.both.needed([n.elements], {*reuse.inputs, *kept})
                   for j in nodes[i].inputs} | {n.elements}  # fmt: skip
-        if n.shift in kept and loaded & before:
+        if n.shift in kept and nodes[n.shift].shape[-1:] == (1,) and loaded & before:
             found.discard(n.shift)
             if n.argument in reuse.outputs:
                 found.add(n.argument)

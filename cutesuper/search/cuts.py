@@ -319,27 +319,25 @@ class Flat:
 
     @cached_property
     def shifted(self) -> frozenset[int]:
-        """Values of which a given number of their row is subtracted before an exponential.
+        """Values of which a given number of their row is subtracted.
 
-        That is the log-sum-exp which a forward pass kept, of values that were not rounded. Rounded
-        to fp16, logits around 169 are multiples of 0.125: exp(x - lse) was 0.94 where it is 1.
+        That is a statistic which a forward pass kept, of values that were not rounded: log-sum-exp
+        or a mean. Rounded to fp16, logits around 169 are multiples of 0.125: exp(x - lse) was 0.94
+        where it is 1. Of a row of equal numbers x - mean was the rounding, and a norm divides that
+        by the root of eps.
         """
-        nodes, found = self.graph.nodes, set[int]()
-        given = {i for i, n in enumerate(nodes) if n.given}
+        nodes, given, found = self.graph.nodes, set[int](), set[int]()
         for i, n in enumerate(nodes):
-            if lookup(n.operator).elementwise and given.issuperset(n.inputs):
+            made = lookup(n.operator).elementwise and given.issuperset(n.inputs)
+            if i in self.scalar or (n.shape[-1:] == (1,) and (n.given or made)):
                 given.add(i)
-        exponents = {i for n in nodes if n.facets.exponential for i in n.inputs}
         for i in reversed(range(len(nodes))):
             n = nodes[i]
-            if i in exponents and n.facets.subtracts:
-                x, shift = n.inputs
-                exponents.add(x)  # (x - max x) - log sum exp(x - max x)
-                if shift in given and nodes[shift].shape[-1:] == (1,):
-                    found.add(x)
+            if n.facets.subtracts and n.inputs[1] in given - self.scalar:
+                found.add(n.inputs[0])
             if i in found and not n.facets.contracts and lookup(n.operator).reduces is None:
                 found.update(n.inputs)
-        return frozenset(found - given)
+        return frozenset(i for i in found - given if not nodes[i].given)
 
     @cached_property
     def rounded(self) -> tuple[tuple[int, int], ...]:
