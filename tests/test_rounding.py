@@ -367,6 +367,16 @@ def test_maxima_of_maxima_that_are_compared_are_rounded_like_the_elements(dtype:
     assert {str(flat.dtype(i)) for i in (*tops, elements)} == {dtype}
 
 
+def test_squares_of_shares_are_float32_between_kernels() -> None:
+    """A norm along another dimension than a softmax is made of the squares of small shares."""
+    made = graph_of(lambda g, x: g.div(g.softmax(x, 1), g.sqrt(g.sum(g.square(g.softmax(x, 1)), 0))),
+                    x=(64, 32)).expanded()  # fmt: skip
+    flat, nodes = Flat(made), made.nodes
+    [square] = [i for i, n in enumerate(nodes) if n.facets.powers == (2,)]
+    assert str(flat.dtype(square)) == "float32"
+    assert str(flat.dtype(nodes[square].inputs[0])) == "float16"
+
+
 def test_a_maximum_that_is_only_subtracted_is_float32_between_kernels() -> None:
     flat = Flat(graph_of(lambda g, x: g.softmax(g.square(x)), x=(8, 64)).expanded())
     [top] = [i for i, n in enumerate(flat.graph.nodes) if n.facets.selects]
