@@ -369,8 +369,12 @@ def test_maxima_of_maxima_that_are_compared_are_rounded_like_the_elements(dtype:
 
 def test_squares_of_shares_are_float32_between_kernels() -> None:
     """A norm along another dimension than a softmax is made of the squares of small shares."""
-    made = graph_of(lambda g, x: g.div(g.softmax(x, 1), g.sqrt(g.sum(g.square(g.softmax(x, 1)), 0))),
-                    x=(64, 32)).expanded()  # fmt: skip
+
+    def normalised(g: KernelGraph, x: Tensor) -> Tensor:
+        share = g.softmax(x, 1)
+        return share / g.sqrt(g.sum(g.square(share), 0))
+
+    made = graph_of(normalised, x=(64, 32)).expanded()
     flat, nodes = Flat(made), made.nodes
     [square] = [i for i, n in enumerate(nodes) if n.facets.powers == (2,)]
     assert str(flat.dtype(square)) == "float32"
