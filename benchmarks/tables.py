@@ -91,6 +91,8 @@ def describe_environment(results: dict[str, Any]) -> str:
     commit = e.get("commit")
     if commit:
         parts.append(f"commit {commit[:10]}{' (modified)' if e.get('dirty') else ''}")
+    for peer, runs in e.get("best_of", {}).items():
+        parts.append(f"{LABELS.get(peer, peer)}: the fastest of {runs} runs")
     return ", ".join(part for part in parts if part)
 
 

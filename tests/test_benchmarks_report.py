@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks import plots, report, summary, tables
+from benchmarks.best import with_best
+from benchmarks.tables import describe_environment
 from tests.benchmark_fakes import (
     measure,
     right,
@@ -208,3 +211,27 @@ def test_a_difference_within_one_per_cent_is_a_tie() -> None:
     for name in ("benchmarks", "performance"):
         text = (Path(report.__file__).parents[1] / "docs" / f"{name}.md").read_text()
         assert "faster than every" not in text and "faster than all" not in text
+
+
+def test_the_fastest_choice_of_a_peer_in_several_runs() -> None:
+    """The other entries stay those of one run, and the table says what was done."""
+
+    def run(gpu: str, **us: float | None) -> dict[str, Any]:
+        entries = [
+            {"name": n.replace("_", "-"), "status": "ok" if t else "wrong",
+             "time_us": {"median": t} if t else None}
+            for n, t in us.items()
+        ]  # fmt: skip
+        case = {"key": "lora/16", "implementations": entries}
+        environment = {"gpu": gpu, "commit": "abc"}
+        return {"kind": "peers", "name": "lora", "cases": [case], "environment": environment}
+
+    new = run("H200", cutesuper=3.0, compile_max=9.0)
+    others = [run("H200", cutesuper=2.0, compile_max=t) for t in (8.0, None, 8.5)]
+    found = with_best(new, others, "compile-max")
+    times = [i["time_us"]["median"] for i in found["cases"][0]["implementations"]]
+    assert times == [3.0, 8.0]
+    assert "torch.compile max-autotune: the fastest of 4 runs" in describe_environment(found)
+    assert "best_of" not in new["environment"]
+    with pytest.raises(ValueError, match="H100"):
+        with_best(new, [run("H100", compile_max=1.0)], "compile-max")
