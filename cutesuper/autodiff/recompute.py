@@ -192,8 +192,13 @@ def _shifts_computed(reuse: Reuse, kept: set[int], i: int) -> bool:
 
 
 class _Shifted(NamedTuple):
-    """Elements and a value that is subtracted of them, and the argument that an exponential takes
-    of the difference; None if none does."""
+    """A difference of elements and a shift.
+
+    Attributes:
+        elements: the minuend.
+        shift: what is subtracted.
+        argument: what an exponential takes of the difference, maybe less another shift; or None.
+    """
 
     elements: int
     shift: int

@@ -186,8 +186,9 @@ def narrow(graph: KernelGraph) -> frozenset[int]:
 
 
 def _is_square(node: Node) -> bool:
-    """True for squares. They do not fit even where their roots do: shares of 10^-4 of a softmax
-    have 11 digits, their squares one, and a norm along another dimension is made of those alone."""
+    """True for squares, which do not fit even where their roots do.
+    Shares of 10^-4 of a softmax have 11 digits, their squares one, and a norm along another
+    dimension is made of those alone."""
     powers = node.facets.powers
     return powers == (2,) or (powers == (1, 1) and len(set(node.inputs)) == 1)
 

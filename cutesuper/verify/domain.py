@@ -102,7 +102,7 @@ Place = tuple[int, tuple[str, ...]]
 
 
 def _place(x: FieldValue) -> Place:
-    """Where the residues of a value are, and the names of their dimensions."""
+    """Address of a value's residues, with the names of their dimensions."""
     return id(x.p), x.dims
 
 
