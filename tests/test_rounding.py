@@ -388,15 +388,22 @@ def test_a_maximum_that_is_only_subtracted_is_float32_between_kernels() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_a_kept_statistic_is_subtracted_of_is_float32_between_kernels(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "kept"),
+    [
+        (lambda g, x, w: g.log_softmax(g.silu(g.matmul(x, w)), dim=-1), ["max", "log"]),
+        (lambda g, x, w: g.layer_norm(g.silu(g.matmul(x, w))), ["mean"]),
+    ],
+)
+def test_what_a_kept_statistic_is_subtracted_of_is_float32_between_kernels(
+    build: Build, kept: list[str], dtype: str
+) -> None:
     """The statistic is of numbers that were not rounded: exp(x - lse) was 0.94 where it is 1."""
-    made = graph_of(
-        lambda g, x, w: g.log_softmax(g.silu(g.matmul(x, w)), dim=-1), dtype, x=(48, 8), w=(8, 2)
-    )
-    flat = Flat(cs.split(made, save=["max", "log"]).backward.expanded())
+    made = graph_of(build, dtype, x=(48, 8), w=(8, 16))
+    flat = Flat(cs.split(made, save=kept).backward.expanded())
     nodes = flat.graph.nodes
-    logits = [i for i in flat.shifted if nodes[i].facets.contracts]
-    assert logits and {str(flat.dtype(i)) for i in flat.shifted} == {"float32"}
+    elements = [i for i in flat.shifted if nodes[i].facets.contracts]
+    assert elements and {str(flat.dtype(i)) for i in flat.shifted} == {"float32"}
     assert {str(flat.dtype(i)) for i in range(len(nodes))} > {"float32"}
 
 
