@@ -638,6 +638,16 @@ def test_statistics_are_kept_of_elements_that_are_kept() -> None:
     assert set(cs.split(graph(confident, *shapes)).saved) == {"matmul", "sum"}
 
 
+@pytest.mark.parametrize(("dtype", "kept"), [("float32", set()), ("float16", {"max", "log"})])
+def test_statistics_of_float32_products_are_taken_again(dtype: str, kept: set[str]) -> None:
+    """Tensor cores add up what they multiply by 2^-21, in the order of each kernel: of scores of
+    100, a share that is 1 in PyTorch was 1 + 5e-5."""
+    g = new_kernel_graph()
+    x, w = (g.new_input(s, dtype, n) for s, n in (((64, 32), "x"), ((32, 48), "w")))
+    g.mark_output(g.log_softmax(g.silu(x @ w), dim=1))
+    assert set(cs.split(g).saved) == kept
+
+
 def test_gates_in_one_product_come_apart() -> None:
     """Cotangents of slices that cover a value are put together, and vanish when expanded."""
     g = cs.grad(graph(lambda g, x, a, b: _gate(g, x @ g.concat([a, b], 1)), (3, 4), (4, 5), (4, 5)))

@@ -402,10 +402,9 @@ class Noise(TorchDispatchMode):
                 return STEPS[func](*args, **(kwargs or {}))
         y = func(*args, **(kwargs or {}))
         if func in PRODUCTS + SUMS and y.dtype is torch.float64 and self.u == unit(torch.float32):
-            # of each float32 factor 2^-22 is lost, and so is the product of their low parts
-            # (docs/lowering/matmul.md), as in sums of four or more
+            # of float32 factors 2^-22 is lost (docs/lowering/matmul.md), as in sums of four or more
             size = func(*tree_map_only(Tensor, torch.abs, args), **(kwargs or {}))
-            return y + 4 * self.u * sum(self._random(y) for _ in range(3)) * size
+            return y + 4 * self.u * self._random(y) * size
         return y if func.is_view else tree_map_only(Tensor, self._rounded, y)
 
     def _rounded(self, y: Tensor) -> Tensor:
