@@ -26,6 +26,7 @@ from benchmarks.tables import (
     number,
     outcome_of,
     ratio_to_best_peer,
+    several_runs,
 )
 
 #: of the picture, in pixels: a line, the names on the left, the bars, the head, the foot
@@ -142,13 +143,16 @@ def _measured_with(lines: Sequence[Line]) -> str:
     runs: dict[str, list[str]] = {}
     for line in lines:
         e = line.environment
-        machine = describe_environment({"environment": e | {"date": None, "commit": None}})
+        machine = describe_environment(
+            {"environment": e | {"date": None, "commit": None, "best_of": {}}}
+        )
         modified = " (modified)" if e.get("dirty") else ""
         runs.setdefault(machine, []).append(f"{e['commit'][:10]} of {e['date']}{modified}")
     texts = [f"{m}; commits {', '.join(dict.fromkeys(commits))}" for m, commits in runs.items()]
     peers = {e.peer: e.environment[PACKAGES[e.peer]] for e in lines if e.peer in PACKAGES}
     versions = [f"{LABELS[name]} {version}" for name, version in peers.items()]
-    return "; ".join([*texts, *versions]) + "."
+    several = dict.fromkeys(text for line in lines for text in several_runs(line.environment))
+    return "; ".join([*texts, *versions, *several]) + "."
 
 
 def picture(lines: Sequence[Line]) -> str:

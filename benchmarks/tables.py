@@ -91,9 +91,14 @@ def describe_environment(results: dict[str, Any]) -> str:
     commit = e.get("commit")
     if commit:
         parts.append(f"commit {commit[:10]}{' (modified)' if e.get('dirty') else ''}")
-    for peer, runs in e.get("best_of", {}).items():
-        parts.append(f"{LABELS.get(peer, peer)}: the fastest of {runs} runs")
+    parts += several_runs(e)
     return ", ".join(part for part in parts if part)
+
+
+def several_runs(environment: dict[str, Any]) -> list[str]:
+    """The peers whose times are the fastest of several runs; see `benchmarks.best`."""
+    best_of = environment.get("best_of", {})
+    return [f"{LABELS.get(p, p)}: the fastest of {runs} runs" for p, runs in best_of.items()]
 
 
 def _named(name: str, value: str | None) -> str | None:

@@ -232,9 +232,10 @@ def _rounded_alike(reuse: Reuse, kept: set[int]) -> set[int]:
     nodes, found = reuse.both.nodes, set(kept)
     loaded = {j for j in kept if nodes[j].dtype.itemsize == 2 and nodes[j].shape[-1:] != (1,)}
     for n in _shifted(reuse, kept):
-        before = {j for i in reuse.both.needed([n.elements], {*reuse.inputs, *kept})
-                  for j in nodes[i].inputs} | {n.elements}  # fmt: skip
-        if n.shift in kept and nodes[n.shift].shape[-1:] == (1,) and loaded & before:
+        if n.shift not in kept or nodes[n.shift].shape[-1:] != (1,):
+            continue
+        again = reuse.both.needed([n.elements], {*reuse.inputs, *kept})
+        if n.elements in loaded or any(loaded.intersection(nodes[i].inputs) for i in again):
             found.discard(n.shift)
             if n.argument in reuse.outputs:
                 found.add(n.argument)

@@ -315,7 +315,8 @@ class Flat:
             return self.dtype(self.operands(value)[0].value)
         own = self._own(value)
         wide = own == float16 and value not in self.narrow
-        return float32 if wide or value in self.statistics | self.shifted else own
+        wide |= value in self.statistics or value in self.shifted
+        return float32 if wide else own
 
     @cached_property
     def shifted(self) -> frozenset[int]:
@@ -410,7 +411,11 @@ class Flat:
         """The maxima that are compared with their elements.
         Rounding keeps the order of numbers, so in one type the maximum of rounded elements is the
         rounded maximum."""
-        return frozenset[int]().union(*comparisons(self.graph).values())
+        return frozenset[int]().union(*self._compared)
+
+    @cached_property
+    def _compared(self) -> tuple[frozenset[int], ...]:
+        return tuple(comparisons(self.graph).values())
 
     @cached_property
     def compared_together(self) -> frozenset[int]:
@@ -418,7 +423,7 @@ class Flat:
         They are not rounded between kernels: a piece that float16 cannot hold would be, beside one
         that it holds."""
         nodes, maxima = self.graph.nodes, set[int]()
-        for tops in comparisons(self.graph).values():
+        for tops in self._compared:
             if any(not nodes[i].facets.selects for i in tops):
                 maxima |= tops
         found = maxima | elements_of(self.graph, maxima)
