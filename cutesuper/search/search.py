@@ -299,7 +299,7 @@ class _Search:
             self._check_target(plain)
         tried: list[Segments] = []
         found, error = self._cuts_of(map(Segments, self._variants(plain)), keep, tried)
-        if not found and not isinstance(error, TooDear):
+        if not found and not isinstance(error, TooDear) and self._left() > 0:
             self._asks_why = True
             found, error = self._cuts_of(tried, keep, [])
         if not found:
@@ -318,6 +318,9 @@ class _Search:
         for segments in variants:
             if found and segments.flat.last_resort:
                 break  # only where nothing else is possible
+            if tried and self._left() <= 0:
+                self.statistics.complete = False
+                break
             tried.append(segments)
             try:
                 self._gather(segments)

@@ -27,15 +27,14 @@ def summed_first(graph: KernelGraph) -> KernelGraph | None:
         None if there is no such sum of a product that has no other use.
     """
     moving = _Moving(graph)
-    found = moving.run()
-    return found if moving.moved else None
+    moved = any(moving.moves(i) for i in range(len(graph.nodes)))
+    return moving.run() if moved else None
 
 
 class _Moving:
     def __init__(self, graph: KernelGraph) -> None:
         self.graph, self.new = graph, KernelGraph()
         self.values: list[Tensor] = []
-        self.moved = False
         self._users = Counter(i for n in graph.nodes for i in n.inputs)
         self._users.update(graph.outputs)
 
@@ -56,17 +55,19 @@ class _Moving:
         inputs = [self.values[j] for j in self.graph.nodes[i].inputs]
         return self.new.copy_node(self.graph, i, inputs)
 
-    def _linear(self, i: int) -> Tensor | None:
-        """A sum or a mean of a value that is linear in a product; None for any other node."""
+    def moves(self, i: int) -> bool:
+        """True for a sum or a mean of a value that is linear in a product."""
         n = self.graph.nodes[i]
         if n.facets.reduces is None or not n.facets.reduces.linear:
+            return False
+        return self._has_product(n.operator, n.inputs[0], n.attributes["dim"] - len(n.shape))
+
+    def _linear(self, i: int) -> Tensor | None:
+        """Such a sum, moved; None for any other node."""
+        if not self.moves(i):
             return None
-        [operand], kind = n.inputs, n.operator
-        dim = n.attributes["dim"] - len(n.shape)
-        if not self._has_product(kind, operand, dim):
-            return None
-        self.moved = True
-        return self._reduced(kind, operand, dim)
+        n = self.graph.nodes[i]
+        return self._reduced(n.operator, n.inputs[0], n.attributes["dim"] - len(n.shape))
 
     # ------------------------------------------------------------------------------------- terms
 
