@@ -242,8 +242,10 @@ class _Examination:
 
 def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[Tensor] | None:
     """Gradients by PyTorch through the formulas.
-    None where a result is NaN, and they may be any; or +inf in a program with masks: the square of
-    a hidden element, which no program is found for (docs/verification.md, "Masks").
+    None where a result is NaN, and they may be any. In a program with masks also where one is +inf,
+    the square of a hidden element, which no program is found for (docs/verification.md, "Masks"),
+    and where any gradient is NaN: of a row of which nothing is seen a softmax has 0 of it, and
+    PyTorch's scaled_dot_product_attention NaN.
 
     Args:
         graph: the program.
@@ -254,7 +256,7 @@ def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[T
     for n, source in enumerate(case.sources):
         x = elements(source, case.rows[1], case.seed + n)
         inputs.append(x.double() if x.is_floating_point() else x)
-    leaves = [inputs[i].requires_grad_() for i in case.wrt or ()]
+    floating = [x.requires_grad_() for x in inputs if x.is_floating_point()]
     outputs = judge.run(graph, inputs, Numbers())
     masks = any(n.operator in judge.MASKS for n in graph.nodes)
     if any(y.isnan().any() or (masks and (y == torch.inf).any()) for y in outputs):
@@ -264,10 +266,12 @@ def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[T
         dy = given.get(f"d{graph.nodes[i].name}")
         if dy is not None:
             total = total + (torch.where(dy == 0, 0.0, y) * dy.double()).sum()
-    found: Any = [None] * len(leaves)  # nothing that they reach has a slope
-    if total.requires_grad:
-        found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
+    if total.requires_grad:  # else nothing that they reach has a slope
+        total.backward(inputs=floating)
+    if masks and any(x.grad is not None and x.grad.isnan().any() for x in floating):
+        return None
+    leaves = [inputs[i] for i in case.wrt or ()]
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
 # --------------------------------------------------------------------------- parts of other checks
