@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutesuper.egraph.clock import look
 from cutesuper.errors import SearchError
@@ -26,21 +26,18 @@ from cutesuper.ir.border import PartOf
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Shape
 from cutesuper.ir.dtypes import DType, float32
-from cutesuper.ir.operators.base import Attributes, Items, Operator, facets, lookup
+from cutesuper.ir.operators.base import Attributes, Items, Operator, facets
 from cutesuper.ir.precision import precision_of
-from cutesuper.ir.relations import Classes
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """A value of a region; dimension ``i`` of the view is dimension ``order[i]`` of the value."""
 
     value: int
     order: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class RegionOp:
+class RegionOp(NamedTuple):
     """One operator of a region; its attributes are stored so that regions can be compared."""
 
     kind: str
@@ -265,6 +262,26 @@ def label(region: Region) -> LabelledProgram:
     return _beside_rows(_side_by_side(found)).program()
 
 
+def classes(region: Region) -> list[tuple[int, ...]]:
+    """The class of each dimension of each value, as `label` makes them, or coarser.
+    Dimensions that get one label in a part of the region are in one class here: also where such a
+    part has a value in one role only, and the region in two."""
+    found = _Unification(
+        region, {u: (region.ops[u[0]].operands[u[1]].value, 0) for u in _uses(region)}
+    )
+    roots, alike = list(found.roots), dict[Any, Slot]()
+    for i, op in enumerate(region.ops):  # as in `_side_by_side`
+        if not op.facets.contracts:
+            continue
+        a, b = found.slots((i, 0)), found.slots((i, 1))
+        for shared, own in ((a, b[-1]), (b, a[-2])):
+            key = tuple(found.roots[s] for s in shared), found.extents[own]
+            roots[_root(roots, own)] = _root(roots, alike.setdefault(key, own))
+    owners: list[Any] = [(v, 0) for v in range(len(region.inputs))]
+    owners += range(len(region.inputs), len(region.inputs) + len(region.ops))
+    return [tuple(_root(roots, s) for s in found.dims(o)) for o in owners]
+
+
 Use = tuple[int, int]  # operation, position of the operand
 Group = tuple[int, int]  # input, number of the load
 
@@ -318,7 +335,8 @@ def _separate(region: Region) -> _Unification | None:
     for n, u in enumerate(uses):
         for other in dict.fromkeys(groups[v] for v in uses[:n] if value[v] == value[u]):
             dims = range(len(region.inputs[value[u]]))
-            joined = apart.joined([((groups[u], d), (other, d)) for d in dims])
+            a, b = alone.first[groups[u]], alone.first[other]
+            joined = apart.joined([(a + d, b + d) for d in dims])
             if joined is None:
                 continue
             if asks_all and not _Unification(region, {**groups, u: other}).consistent:
@@ -332,28 +350,29 @@ def _separate(region: Region) -> _Unification | None:
 class _Apart:
     """Classes of dimensions of which some must stay apart: those of one value.
 
-    To ask if two may be joined takes 10 us; to unify all operators of a region of 40, 2 ms.
+    To ask if two may be joined takes 10 us; to unify all operators of a region of 40, 1 ms.
 
     Attributes:
-        classes: of dimensions.
+        parents: of each dimension; the representative of a class is its own.
         others: for each class, by its representative, those that it must not join.
     """
 
-    classes: Classes[Slot]
+    parents: list[Slot]
     others: dict[Slot, set[Slot]]
 
     def joined(self, pairs: Iterable[tuple[Slot, Slot]]) -> _Apart | None:
         """The same with pairs of dimensions joined; None if two must stay apart."""
-        classes, others = self.classes.copy(), dict(self.others)
+        parents, others = list(self.parents), dict(self.others)
         for a, b in pairs:
-            a, b = classes.find(a), classes.find(b)
+            a, b = _root(parents, a), _root(parents, b)
             if a == b:
                 continue
-            classes.join(a, b)
-            others[b] = {classes.find(c) for c in others.pop(a, set()) | others.get(b, set())}
+            parents[a] = b
+            mine = others.pop(a, set()) | others.get(b, set())
+            others[b] = {_root(parents, c) for c in mine}
             if b in others[b]:
                 return None
-        return _Apart(classes, others)
+        return _Apart(parents, others)
 
 
 def _unshared(region: Region) -> Region:
@@ -378,7 +397,7 @@ def _unshared(region: Region) -> Region:
                 "a value is used in two roles, and too much depends on it to compute it twice"
             )
         first = len(made) - len(op.operands)
-        ops.append(replace(op, operands=tuple(made[first:])))
+        ops.append(op._replace(operands=tuple(made[first:])))
         made[first:] = [View(inputs + len(ops) - 1, view.order)]
     return replace(region, ops=tuple(ops), outputs=tuple(made))
 
@@ -392,19 +411,19 @@ def _side_by_side(found: _Unification) -> _Unification:
     a product of another width all keep labels of their own: see `BlockProgram.alternatives`.
     """
     alike: dict[Any, list[Slot]] = {}
-    reduced = {found.find(s) for s in found.reduced()}
+    reduced = {found.roots[s] for s in found.reduced()}
     for i, op in enumerate(found.region.ops):
         if not op.facets.contracts:
             continue
         a, b = found.slots((i, 0)), found.slots((i, 1))
         for shared, own in ((a, b[-1]), (b, a[-2])):
-            if found.find(own) not in reduced:
-                alike.setdefault(tuple(found.find(s) for s in shared), []).append(own)
+            if found.roots[own] not in reduced:
+                alike.setdefault(tuple(found.roots[s] for s in shared), []).append(own)
     for first, *others in alike.values():
-        if any(found.extent(other) != found.extent(first) for other in others):
+        if any(found.extents[other] != found.extents[first] for other in others):
             continue
         for other in others:
-            if found.find(first) == found.find(other):
+            if found.roots[first] == found.roots[other]:
                 continue
             joined = _Unification(found.region, found.groups, (*found.equal, (first, other)))
             found = joined if joined.consistent else found
@@ -418,13 +437,13 @@ def _beside_rows(found: _Unification) -> _Unification:
     before: ``K[M, N]`` with positions and ``V[M2, N2]`` as it is, both into caches, two kernels;
     after: ``V[M, N]``, one kernel.
     """
-    views = [[(v.value, d) for d in v.order] for v in found.region.outputs]
+    views = [found.view(v) for v in found.region.outputs] if found.region.put else []
     for p in found.region.put:
         own = views[p.output]
         for other in views:
             both = [*zip(reversed(own), reversed(other), strict=False)]
-            pairs = [(a, b) for a, b in both if found.extent(a) == found.extent(b) != 1]
-            met = {found.find(a) for a in own} & {found.find(b) for b in other}
+            pairs = [(a, b) for a, b in both if found.extents[a] == found.extents[b] != 1]
+            met = {found.roots[a] for a in own} & {found.roots[b] for b in other}
             if met or both[0] not in pairs:
                 continue
             joined = _Unification(found.region, found.groups, (*found.equal, *pairs))
@@ -433,7 +452,15 @@ def _beside_rows(found: _Unification) -> _Unification:
     return found
 
 
-Slot = tuple[Any, int]  # (value or load group, dimension)
+Slot = int  # a dimension of a value or a load, numbered one value after the other
+
+
+def _root(parents: list[Slot], x: Slot) -> Slot:
+    """The representative of everything that was joined with x (union-find)."""
+    while parents[x] != x:
+        parents[x] = parents[parents[x]]  # so that long chains are short the next time
+        x = parents[x]
+    return x
 
 
 class _Unification:
@@ -443,6 +470,12 @@ class _Unification:
         region: the region to label.
         groups: the load that every use of an input reads.
         equal: dimensions that get one label although no operator requires it.
+
+    Attributes:
+        first: for each load and each value of an operation its first dimension.
+        extents: number of elements of every dimension.
+        roots: the representative of the dimensions that are unified with each.
+        consistent: no value has a label twice.
     """
 
     def __init__(
@@ -450,67 +483,86 @@ class _Unification:
     ) -> None:
         look()
         self.region, self.groups, self.equal = region, groups, equal
-        classes = Classes[Slot]()
-        #: the representative of the dimensions that are unified with one
-        self.find, self._join, self._classes = classes.find, classes.join, classes
+        self._inputs = len(region.inputs)
+        self._facets = [op.facets for op in region.ops]
         self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
         self.repeated: list[Slot] = []  # such that meet larger ones
-        self.shapes: dict[Any, Shape] = {}
+        self.first: dict[Any, Slot] = {}
+        self.extents: list[Dim] = []
         for g in groups.values():
-            self.shapes[g] = region.inputs[g[0]]
+            if g not in self.first:
+                self._place(g, region.inputs[g[0]])
         for i, op in enumerate(region.ops):
-            self.shapes[len(region.inputs) + i] = op.shape
+            self._place(self._inputs + i, op.shape)
+        self.roots = list(range(len(self.extents)))
         for i, op in enumerate(region.ops):
-            self._unify_op(i, op)
+            self._unify_op(i, op, self._facets[i])
         for a, b in equal:
             self._join(a, b)
+        self.roots = [_root(self.roots, s) for s in self.roots]
         self.consistent = self._one_label_each()
+
+    def _place(self, owner: Any, shape: Shape) -> None:
+        self.first[owner] = len(self.extents)
+        self.extents += shape
 
     # ------------------------------------------------------------------------------- unification
 
+    def _join(self, a: Slot, b: Slot) -> None:
+        self.roots[_root(self.roots, a)] = _root(self.roots, b)
+
     def _owner(self, use: Use) -> Any:
         value = self.region.ops[use[0]].operands[use[1]].value
-        return self.groups[use] if value < len(self.region.inputs) else value
+        return self.groups[use] if value < self._inputs else value
 
     def slots(self, use: Use) -> list[Slot]:
         """The dimensions of an operand, in the order of its view."""
-        owner = self._owner(use)
-        return [(owner, d) for d in self.region.ops[use[0]].operands[use[1]].order]
+        first = self.first[self._owner(use)]
+        return [first + d for d in self.region.ops[use[0]].operands[use[1]].order]
 
-    def extent(self, slot: Slot) -> Dim:
-        """Number of elements of a dimension."""
-        return self.shapes[slot[0]][slot[1]]
+    def result(self, i: int) -> range:
+        """The dimensions of the result of an operation."""
+        first = self.first[self._inputs + i]
+        return range(first, first + len(self.region.ops[i].shape))
+
+    def dims(self, owner: Any) -> range:
+        """The dimensions of a load or of the result of an operation."""
+        if isinstance(owner, tuple):
+            first = self.first[owner]
+            return range(first, first + len(self.region.inputs[owner[0]]))
+        return self.result(owner - self._inputs)
 
     def _align(self, operand: Sequence[Slot], result: Sequence[Slot]) -> None:
         """Unify from the last dimension on, except where the operand is broadcast."""
+        extents = self.extents
         for a, b in zip(reversed(operand), reversed(result), strict=False):
-            if self.extent(a) == self.extent(b):
+            if extents[a] == extents[b]:
                 self._join(a, b)
             else:
                 self.repeated.append(a)
 
-    def _unify_op(self, i: int, op: RegionOp) -> None:
-        result: list[Slot] = [(len(self.region.inputs) + i, d) for d in range(len(op.shape))]
+    def _unify_op(self, i: int, op: RegionOp, how: Operator) -> None:
+        result = self.result(i)
         operands = [self.slots((i, j)) for j in range(len(op.operands))]
-        if op.facets.contracts:
+        if how.contracts:
             a, b = operands
             self._join(a[-1], b[-2])
             self._join(a[-2], result[-2])
             self._join(b[-1], result[-1])
             self._align(a[:-2], result[:-2])
             self._align(b[:-2], result[:-2])
-        elif op.facets.permutes:
+        elif how.permutes:
             for a, b in zip(operands[0], result, strict=True):
                 self._join(a, b)
-        elif lookup(op.kind).reduces:
+        elif how.reduces:
             dim = dict(op.attributes)["dim"]
             for d, (a, b) in enumerate(zip(operands[0], result, strict=True)):
-                if d != dim or self.extent(a) == 1:
+                if d != dim or self.extents[a] == 1:
                     self._join(a, b)
                 else:
                     self.dead.append(b)
         else:
-            if lookup(op.kind).masks and len(operands) > 1:  # integers have the first dimensions
+            if how.masks and len(operands) > 1:  # integers have the first dimensions
                 operands[1] += result[len(operands[1]) :]
             for slots in operands:
                 self._align(slots, result)
@@ -518,37 +570,38 @@ class _Unification:
     @property
     def repeats_beside_rows(self) -> bool:
         """True if there are both dimensions that are repeated and products of one row."""
-        products = (i for i, op in enumerate(self.region.ops) if op.facets.contracts)
+        products = (i for i, how in enumerate(self._facets) if how.contracts)
         return bool(self.repeated) and any(
-            self.extent(self.slots((i, 0))[-2]) == 1 for i in products
+            self.extents[self.slots((i, 0))[-2]] == 1 for i in products
         )
 
     def apart(self) -> _Apart:
         """The classes of dimensions, of which those of one value must stay apart."""
         others: dict[Slot, set[Slot]] = {}
-        for owner, shape in self.shapes.items():
-            own = {self.find((owner, d)) for d, e in enumerate(shape) if e != 1}
+        for owner in self.first:
+            own = set(self._larger_of(owner))
             for root in own:
                 others.setdefault(root, set()).update(own - {root})
-        return _Apart(self._classes, others)
+        return _Apart(self.roots, others)
 
     def _one_label_each(self) -> bool:
         """True if no value has a label twice, or the label of a single row beside one it meets."""
-        rows = self._single_rows(self._larger())
-        return rows.isdisjoint(self.find(s) for s in self.repeated) and all(
-            self._distinct(owner, shape) for owner, shape in self.shapes.items()
+        rows = self._single_rows(self._larger()) if self.repeated else set[Slot]()
+        return rows.isdisjoint(self.roots[s] for s in self.repeated) and all(
+            len(set(own)) == len(own) for own in map(self._larger_of, self.first)
         )
 
-    def _distinct(self, owner: Any, shape: Shape) -> bool:
-        roots = [self.find((owner, d)) for d, e in enumerate(shape) if e != 1]
-        return len(set(roots)) == len(roots)
+    def _larger_of(self, owner: Any) -> list[Slot]:
+        """The classes of the dimensions of a value that have other extents than 1."""
+        roots, extents = self.roots, self.extents
+        return [roots[s] for s in self.dims(owner) if extents[s] != 1]
 
     def reduced(self) -> Iterator[Slot]:
         """Dimensions over which an operator contracts or reduces."""
         for i, op in enumerate(self.region.ops):
-            if op.facets.contracts:
+            if self._facets[i].contracts:
                 yield self.slots((i, 0))[-1]
-            elif lookup(op.kind).reduces and op.operands:
+            elif self._facets[i].reduces and op.operands:
                 yield self.slots((i, 0))[dict(op.attributes)["dim"]]
 
     # ------------------------------------------------------------------------------- the program
@@ -560,25 +613,33 @@ class _Unification:
         index: dict[Any, int] = {}
         for i, op in enumerate(self.region.ops):
             args = [self._operand((i, j), ops, index) for j in range(len(op.operands))]
-            index[len(self.region.inputs) + i] = self._operation(i, op, args, ops, index)
-        outputs = tuple((index[v.value], self._map(v.value, v.order)) for v in self.region.outputs)
+            index[self._inputs + i] = self._operation(i, op, args, ops, index)
+        outputs = tuple((index[v.value], self._map(self.view(v))) for v in self.region.outputs)
         order = [n for _, m in outputs for n in m if n is not None]
         order += [n for op in ops if op.kind == LOAD for n in op.attributes["map"] if n]
-        extents = {self.names[r]: self.extent(r) for r in self.names}
+        extents = {name: self.extents[r] for r, name in self.names.items()}
         dims = {n: extents[n] for n in dict.fromkeys(order)}
         put = tuple((p.output, p.dim) for p in self.region.put)
         return LabelledProgram(dims, tuple(ops), outputs, put)
 
-    def _map(self, owner: Any, order: Sequence[int]) -> LabelMap:
+    def view(self, view: View) -> list[Slot]:
+        """The dimensions of a stored value, in the order of its view."""
+        first = self.first[view.value]
+        return [first + d for d in view.order]
+
+    def _name(self, slot: Slot) -> str | None:
+        return self.names.get(self.roots[slot])
+
+    def _map(self, slots: Iterable[Slot]) -> LabelMap:
         """The label of each dimension; of several single rows with one label the last has it."""
-        names = [self.names.get(self.find((owner, d))) for d in order]
+        names = [self._name(s) for s in slots]
         return tuple(n if n not in names[i + 1 :] else None for i, n in enumerate(names))
 
     def _operand(self, use: Use, ops: list[LabelledOp], index: dict[Any, int]) -> int:
         owner = self._owner(use)
         if not isinstance(owner, tuple):
             return index[owner]
-        mapping = self._map(owner, range(len(self.shapes[owner])))
+        mapping = self._map(self.dims(owner))
         key = (owner[0], mapping)  # loads with one map are one load
         if key not in index:
             labels = frozenset(n for n in mapping if n is not None)
@@ -592,44 +653,44 @@ class _Unification:
     def _operation(
         self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp], index: dict[Any, int]
     ) -> int:
+        how = self._facets[i]
+        if how.permutes or how.converts or how.puts:
+            return args[0]  # the type, and the place, are those of the stored tensor
         labels = frozenset[str]().union(*(ops[a].labels for a in args))
         kind, over, attributes = op.kind, None, dict(op.attributes)
-        if op.facets.permutes or op.facets.converts or op.facets.puts:
-            return args[0]  # the type, and the place, are those of the stored tensor
-        if op.facets.contracts:
-            inner = self.find(self.slots((i, 0))[-1])
-            result = ((len(self.region.inputs) + i, d) for d in range(len(op.shape)))
+        if how.contracts:
+            inner = self.roots[self.slots((i, 0))[-1]]
             # one of extent 1 has a label if it is a row elsewhere, maybe that of the result
-            over = None if inner in map(self.find, result) else self.names.get(inner)
+            beside = any(self.roots[s] == inner for s in self.result(i))
+            over = None if beside else self.names.get(inner)
             kind = kind if over else "mul"
             attributes = {}  # the precision is that of the region
-        elif lookup(kind).reduces:
+        elif how.reduces:
             slot = self.slots((i, 0))[attributes["dim"]]
-            if self.extent(slot) == 1:  # the operand itself; a single row may have a label
+            if self.extents[slot] == 1:  # the operand itself; a single row may have a label
                 return args[0]
-            over, attributes = self.names[self.find(slot)], {}
-        elif lookup(kind).turns:
-            slot = (len(self.region.inputs) + i, len(op.shape) - 1)
-            if self.extent(slot) == 1:
+            over, attributes = self.names[self.roots[slot]], {}
+        elif how.turns:
+            slot = self.result(i)[-1]
+            if self.extents[slot] == 1:
                 return args[0]
-            attributes["along"] = self.names[self.find(slot)]
-        elif lookup(kind).masks and lookup(kind).integers:
+            attributes["along"] = self.names[self.roots[slot]]
+        elif how.masks and how.integers:
             attributes |= self._counted(i, op)
-        elif lookup(kind).masks:
+        elif how.masks:
             if op.hides_nothing:
                 return args[0]
             attributes |= self._causal(i, op)
-        made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)
-        key = kind, made.inputs, over, tuple(sorted(attributes.items()))
+        key = kind, tuple(args), over, tuple(sorted(attributes.items()))
         if key not in index:  # otherwise another use already computed it
-            ops.append(made)
+            labels = labels if over is None else labels - {over}
+            ops.append(LabelledOp(kind, key[1], labels, attributes, over))
             index[key] = len(ops) - 1
         return index[key]
 
     def _causal(self, i: int, op: RegionOp) -> Attributes:
         """The labels of a mask by positions alone. Raises SearchError."""
-        slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
-        rows, columns = (self.names.get(self.find(s)) for s in slots)
+        rows, columns = self._rows_and_columns(i)
         if rows is None:
             raise SearchError(
                 f"{op.kind} of one row, 'top_left': only its first column is seen; "
@@ -637,10 +698,15 @@ class _Unification:
             )
         return {"rows": rows, "columns": columns}
 
+    def _rows_and_columns(self, i: int) -> tuple[str | None, str | None]:
+        """The labels of the last two dimensions of a mask."""
+        *_, rows, columns = (None, *map(self._name, self.result(i)))
+        return rows, columns
+
     def _counted(self, i: int, op: RegionOp) -> Attributes:
         """Attributes of a mask with lengths or labels. Raises SearchError."""
-        rank, value = len(op.shape), len(self.region.inputs) + i
-        rows, columns = (self.names.get(self.find((value, rank - k))) for k in (2, 1))
+        rank = len(op.shape)
+        rows, columns = self._rows_and_columns(i)
         if columns is None:
             raise SearchError(
                 f"{op.kind} of one column: there is no label to count along; leave it out, or pad "
@@ -650,7 +716,7 @@ class _Unification:
         causal = bool(own.get("causal")) and op.shape[-2] != 1
         own |= {"causal": causal} if "causal" in own else {}
         limits = self.slots((i, 1))
-        if "lower" in own and len(limits) == rank and self.extent(limits[-2]) != 1:
+        if "lower" in own and len(limits) == rank and self.extents[limits[-2]] != 1:
             own["rises"] = rows  # limits of rows do not fall along them
         return {**own, "columns": columns, "rows": rows if causal else None}
 
@@ -662,11 +728,13 @@ class _Unification:
         wanted |= self._single_rows(wanted)
         if not wanted:  # all tensors have one element, in a row
             outputs = [v for v in self.region.outputs if v.order]
-            wanted = {self.find((v.value, v.order[-1])) for v in outputs}
+            wanted = {self.roots[self.view(v)[-1]] for v in outputs}
         names: dict[Slot, str] = {}
         used: Counter[str] = Counter()
         for slot, name in self._roles():
-            root = self.find(slot)
+            if len(names) == len(wanted):
+                break
+            root = self.roots[slot]
             if root in wanted and root not in names:
                 used[name] += 1
                 names[root] = name if used[name] == 1 else f"{name}{used[name]}"
@@ -674,50 +742,42 @@ class _Unification:
 
     def _larger(self) -> set[Slot]:
         """Dimensions of other extents than 1."""
-        return {
-            self.find((owner, d))
-            for owner, shape in self.shapes.items()
-            for d, e in enumerate(shape)
-            if e != 1
-        }
+        return {root for root, e in zip(self.roots, self.extents, strict=True) if e != 1}
 
     def _single_rows(self, wanted: set[Slot]) -> set[Slot]:
         """Rows of extent 1: a matrix product without any other row label needs one.
         So does a mask with an integer for each row, where only its columns have a label."""
-        dead = {self.find(s) for s in self.dead}
+        dead = {self.roots[s] for s in self.dead}
         rows: set[Slot] = set()
-        for i, op in enumerate(self.region.ops):
-            if op.facets.masks and op.facets.integers:
-                value, rank = len(self.region.inputs) + i, len(op.shape)
-                row, column = (self.find((value, rank - k)) for k in (2, 1))
+        for i, how in enumerate(self._facets):
+            if how.masks and how.integers and len(self.result(i)) > 1:
+                row, column = (self.roots[s] for s in self.result(i)[-2:])
                 if wanted <= {column} and row not in dead:
                     rows.add(row)
-        for i, op in enumerate(self.region.ops):
-            if not op.facets.contracts:
+        for i, how in enumerate(self._facets):
+            if not how.contracts:
                 continue
-            a, b = ({self.find(s) for s in self.slots((i, j))} & wanted for j in (0, 1))
-            row = self.find(self.slots((i, 0))[-2])
+            a, b = ({self.roots[s] for s in self.slots((i, j))} & wanted for j in (0, 1))
+            row = self.roots[self.slots((i, 0))[-2]]
             if not a - b and b - a and row not in dead:
                 rows.add(row)
         return rows
 
     def _roles(self) -> Iterator[tuple[Slot, str]]:
         """Dimensions with the name that their role suggests, strongest role first."""
-        for i, op in enumerate(self.region.ops):
-            if op.facets.contracts:
+        for i, how in enumerate(self._facets):
+            if how.contracts:
                 a, b = self.slots((i, 0)), self.slots((i, 1))
                 yield from ((a[-1], "K"), (a[-2], "M"), (b[-1], "N"))
                 yield from ((s, "B") for s in a[:-2] + b[:-2])
         for last in (True, False):  # reductions along rows first, whatever the order of the graph
             for i, op in enumerate(self.region.ops):
-                if lookup(op.kind).reduces and op.operands:
+                if self._facets[i].reduces and op.operands:
                     slots = self.slots((i, 0))
                     dim = dict(op.attributes)["dim"]
                     if last == (dim == len(slots) - 1):
                         yield slots[dim], "K"
                         yield from zip(reversed(slots), ("N", "M", "B"), strict=False)
         for view in self.region.outputs:
-            slots = [(view.value, d) for d in view.order]
-            yield from zip(reversed(slots), ("N", "M", "B", "D"), strict=False)
-        for owner, shape in self.shapes.items():
-            yield from (((owner, d), "D") for d in range(len(shape)))
+            yield from zip(reversed(self.view(view)), ("N", "M", "B", "D"), strict=False)
+        yield from ((s, "D") for s in range(len(self.extents)))

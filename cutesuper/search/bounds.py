@@ -149,12 +149,15 @@ class Bounds:
         for length, kernels in self._orders:
             before = [0.0, *[inf] * length]
             after = [*[inf] * length, 0.0]
-            for start, end, n in kernels:
-                before[end] = min(before[end], before[start] + prices[n])
+            for start, end, n in kernels:  # comparisons: `min` takes twice as long
+                if (cost := before[start] + prices[n]) < before[end]:
+                    before[end] = cost
             for start, end, n in reversed(kernels):
-                after[start] = min(after[start], prices[n] + after[end])
+                if (cost := prices[n] + after[end]) < after[start]:
+                    after[start] = cost
             for start, end, n in kernels:
-                found[n] = min(found[n], before[start] + prices[n] + after[end])
+                if (cost := before[start] + prices[n] + after[end]) < found[n]:
+                    found[n] = cost
         return found
 
     def _kernels(self, segments: Segments, order: tuple[int, ...]) -> list[tuple[int, int, int]]:

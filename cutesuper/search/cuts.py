@@ -467,6 +467,11 @@ class Flat:
         """The region of some operators, in the graph's order: equal sets give equal regions."""
         return _SegmentBuilder(self, tuple(sorted(members))).build()
 
+    def whole(self) -> tuple[Region, dict[int, int]]:
+        """The region of all operators, and the number that each value has in it."""
+        builder = _SegmentBuilder(self, tuple(sorted(self.order)))
+        return builder.build().region, builder.index
+
     def describe(self, i: int) -> str:
         """An operator with its operands as text: ``sum(t4[16, 4096], dim=0)``."""
         node = self.graph.nodes[i]
@@ -617,15 +622,24 @@ class Segments:
         whole = () if marks[n] else marks[-1:]
         return dict.fromkeys((*marks[n + 1 : n + 1 + MAX_SEGMENT], *whole))
 
-    def all(self, longest: int = MAX_SEGMENT) -> Iterator[tuple[Segment, int, bool]]:
+    def all(
+        self, longest: int, leave: Callable[[tuple[int, ...]], bool]
+    ) -> Iterator[tuple[Segment, int, bool]]:
         """Segments of up to this many pieces, short ones first.
-        Each with its number of pieces, and True if between waists."""
+        Each with its number of pieces, and True if between waists.
+
+        Args:
+            longest: most pieces.
+            leave: True for operators of several pieces that are left out.
+        """
         waists_of = {order: self.waists(order) for order in self.orders}
         for length in range(1, longest + 1):
             for order, waists in waists_of.items():
                 marks = self.marks(order)
                 for start, end in zip(marks, marks[length:], strict=False):
-                    if not self.mixed(order, start, end):
+                    if self.mixed(order, start, end):
+                        continue
+                    if length == 1 or not leave(order[start:end]):
                         yield self.segment(order, start, end), length, {start, end} <= waists
 
     def divide(self, runs: Callable[[Region], bool]) -> bool:

@@ -63,6 +63,7 @@ from cutesuper.search.region import (
 from cutesuper.search.region_cache import KnownRegions
 from cutesuper.search.shifted import shifted
 from cutesuper.search.summed import summed_first
+from cutesuper.search.unrelated import Unrelated
 from cutesuper.skeletons.cost import Cost, describe
 from cutesuper.skeletons.form import needs_positions
 from cutesuper.targets import Target
@@ -236,6 +237,7 @@ class _Search:
         self._verdicts: dict[tuple[object, ...], bool | Verification] = {}
         self._parts = (0, 0)
         self._unchained = False
+        self._apart: dict[Segments, Unrelated] = {}
         #: the regions of `_wanted` that are no single pieces and between no waists; False for those
         #: that are worth it all the same
         self._doubtful: dict[Region, bool] = {}
@@ -440,7 +442,8 @@ class _Search:
         not, after all: see `_is_left_out`."""
         wanted: dict[Region, SearchOptions] = {}
         self._doubtful = {}
-        for segment, length, at_waists in segments.all(longest):
+        leave = self._unrelated(segments) if self.options.lowered else lambda _: False
+        for segment, length, at_waists in segments.all(longest, leave):
             if self._left() <= 0:
                 self.statistics.complete = False
                 break
@@ -455,6 +458,12 @@ class _Search:
                 options = replace(self.options, lowered=True) if simple else self.options
                 wanted.setdefault(segment.region, options)
         return wanted
+
+    def _unrelated(self, segments: Segments) -> Unrelated:
+        """What tells products apart in a graph; made once."""
+        if segments not in self._apart:
+            self._apart[segments] = Unrelated(segments.flat)
+        return self._apart[segments]
 
     def _is_left_out(self, region: Region) -> bool:
         """True for chained products between no waists.

@@ -372,6 +372,8 @@ class Skeleton(ABC):
         class_share: the part of `search.region.SearchOptions.max_classes` that a split may have.
         between_waists: True if only segments are searched that begin and end where few values
             cross.
+        widest_chain: most elements that the first of chained products contracts in kernels that
+            store tensors of different rows and columns; 0 if none do.
     """
 
     name: ClassVar[str]
@@ -379,6 +381,7 @@ class Skeleton(ABC):
     schedules: ClassVar[tuple[type[Schedule], ...]]
     class_share: ClassVar[float] = 1.0
     between_waists: ClassVar[bool] = False
+    widest_chain: ClassVar[int] = 0
 
     # ------------------------------------------------------------------------------ the search
 

@@ -20,7 +20,7 @@ from cutesuper.ir.block import BlockProgram, KernelStep
 from cutesuper.skeletons.attention.cost import attention_price
 from cutesuper.skeletons.attention.explain import attention_lines
 from cutesuper.skeletons.attention.form import attention_form, hoisted, settled
-from cutesuper.skeletons.attention.plan import AttentionPlan, exceeded
+from cutesuper.skeletons.attention.plan import MAX_WIDTH, AttentionPlan, exceeded
 from cutesuper.skeletons.attention.roles import recognized
 from cutesuper.skeletons.attention.schedule import AttentionSchedule, scheduled
 from cutesuper.skeletons.attention.sizes import attention_sizes
@@ -51,6 +51,7 @@ class Attention(Skeleton):
     plans = (AttentionPlan, SumsPlan)
     schedules = (AttentionSchedule, SumsSchedule)
     between_waists = True
+    widest_chain = MAX_WIDTH
 
     def recognize(self, region: Region, program: LabelledProgram, target: Target) -> Form | None:
         """Rules for products of which the last one depends on another."""
