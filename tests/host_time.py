@@ -1,7 +1,7 @@
 """Limits on time that do not depend on the machine, nor on how busy it is.
 
 Host time of a call is told in units of what no such call can do without, measured at the same time;
-limits in seconds are for a machine of a given speed (`slowness`). Microseconds say more about the
+limits in seconds are for a machine of a given speed (`within`). Microseconds say more about the
 machine than about the code, and how busy it is. The ratio of two pieces of Python of one kind does
 not: with twice as many processes as cores it varied by 2 %, while the times themselves doubled.
 """
@@ -100,6 +100,18 @@ def slowness() -> float:
     """How many times as long as on the machine that limits in seconds were set on Python takes here
     and now, for work of the kind that a search does."""
     return min(_seconds(_tuples_and_dictionaries) for _ in range(5)) / _SECONDS_THERE
+
+
+def within(seconds: float, most: float, fixed: float = 0.0) -> bool:
+    """True if work of the search took at most so many seconds, on a machine of that speed.
+    The speed is measured only where it matters.
+
+    Args:
+        seconds: what it took.
+        most: of it on the machine that limits were set on.
+        fixed: further seconds that do not depend on the machine.
+    """
+    return seconds <= most + fixed or seconds <= most * slowness() + fixed
 
 
 def _tuples_and_dictionaries() -> None:

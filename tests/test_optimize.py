@@ -31,7 +31,7 @@ from cutesuper.runtime.cache import ROOT_VARIABLE
 from cutesuper.runtime.checks import Signature
 from cutesuper.runtime.kernel import BUCKETS, Kernel, bucket_of
 from tests import zoo
-from tests.host_time import slowness
+from tests.host_time import within
 
 M, K, N = 16, 128, 64
 SMALL: dict[str, Any] = {
@@ -459,7 +459,7 @@ def test_the_second_time_comes_from_the_cache() -> None:
     kernel_of("norm_linear")
     start = time.process_time()
     again = cs.superoptimize(SMALL["norm_linear"](), target="h200")
-    assert time.process_time() - start < 10 * slowness()
+    assert within(time.process_time() - start, 10.0)
     assert all(s.artifact.from_cache for s in again.kernels)
 
 
