@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Protocol
 
 from cutesuper.autodiff.gradient import Split, split
 from cutesuper.errors import CutesuperError, GraphError
@@ -76,19 +76,23 @@ def _cheapest(prospect: Prospect, wrt: tuple[str, ...]) -> _Cut:
     if graph is not prospect.graph:
         prospect = find(graph)
 
-    def cut(save: str) -> _Cut:
+    def cut(save: str, most_us: float = inf) -> _Cut:
         halves = split(graph, list(wrt), save)
         backward, _ = only(halves.backward, range(len(halves.backward.outputs)))
-        return _Cut(
-            halves,
-            prospect if halves.forward is graph else find(halves.forward),
-            find(backward) if backward.outputs else None,
-        )
+        forward = prospect if halves.forward is graph else find(halves.forward, most_us)
+        left = most_us - forward.cost_us
+        return _Cut(halves, forward, find(backward, left) if backward.outputs else None)
 
     return _best(cut)
 
 
-def _best(cut: Callable[[str], _Cut]) -> _Cut:
+class _Cutting(Protocol):
+    """Makes a cut that keeps some values. Raises CutesuperError, also if it is too dear."""
+
+    def __call__(self, save: str, most_us: float = inf) -> _Cut: ...
+
+
+def _best(cut: _Cutting) -> _Cut:
     try:
         keeping = cut("auto")
     except CutesuperError:
@@ -96,7 +100,7 @@ def _best(cut: Callable[[str], _Cut]) -> _Cut:
     if not keeping.split.saved:
         return keeping
     try:
-        return min(keeping, cut("none"), key=lambda c: c.cost_us)
+        return min(keeping, cut("none", keeping.cost_us), key=lambda c: c.cost_us)
     except CutesuperError:
         return keeping
 

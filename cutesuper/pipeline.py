@@ -37,6 +37,7 @@ from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant, bucketed
+from cutesuper.search.bounds import TooDear
 from cutesuper.search.region_cache import KnownRegions
 from cutesuper.search.search import (
     Candidate,
@@ -193,6 +194,7 @@ class Prospect:
         options: Options,
         cache: KernelCache,
         on_progress: Callable[[Progress], None] | None,
+        most_us: float = inf,
     ) -> None:
         check_definition("superoptimize", graph)
         self.graph = graph
@@ -203,7 +205,7 @@ class Prospect:
         if graph.vacant:
             return
         hints = bucketed(graph)
-        found = find(graph.with_hints(hints), options, on_progress, inf, cache)
+        found = find(graph.with_hints(hints), options, on_progress, most_us, cache)
         self.cost_us = found[1].candidate.cost_us
         self._found = [(hints, found)]
 
@@ -212,9 +214,10 @@ class Prospect:
         how = partial(gradient_of, self)
         return Kernel(self.graph, self.options.target, self._variant, how, deferred=not gradients)
 
-    def another(self, graph: KernelGraph) -> Prospect:
-        """A prospect for another graph with the same options. Raises like `Prospect`."""
-        return Prospect(graph, self.options, self._cache, self._on_progress)
+    def another(self, graph: KernelGraph, most_us: float = inf) -> Prospect:
+        """A prospect for another graph with the same options.
+        Raises like `Prospect`, and TooDear if all programs cost more than ``most_us``."""
+        return Prospect(graph, self.options, self._cache, self._on_progress, most_us)
 
     def _variant(self, hints: dict[str, int]) -> Variant:
         if self.graph.vacant:
@@ -311,8 +314,9 @@ def mugraphs(
     where, how, verifier = as_target(target), SearchOptions(seed=seed, keep=keep), Verifier(graph)
     about = searches.question(graph, where, how)
     earlier = searches.read(about, graph)
-    if earlier and all(verifier.check(c.mugraph, bound=False) for c in earlier.candidates):
-        return earlier
+    known = earlier[0] if earlier else None
+    if known and all(verifier.check(c.mugraph, bound=False) for c in known.candidates):
+        return known
     with progress_bar() as show:
         result = search(
             graph,
@@ -384,19 +388,27 @@ def find(
 ) -> tuple[SearchResult, Choice]:
     """The tuned program for a graph if there is one, else the result of `choose`.
     It is the input of `compiled`, and can be pickled. Results are kept in the folder of the cache,
-    and used again by any process."""
+    and used again by any process. Raises like `choose`; TooDear for ``most_us``, see `search`."""
     choice = stored_choice(graph, options) if options.tuned else None
     if choice is not None:
         return SearchResult((choice.candidate,), Statistics()), choice
     about = _about(graph, options)
-    earlier = searches.read(about, graph, cache)
-    choice = _runnable(graph, options, earlier)[0] if earlier else None
-    if earlier and choice and len(choice.refused) == earlier.kept:
-        return earlier, choice
-    result, choice = choose(graph, options, on_progress, near=NEAR, most_us=most_us)
+    if earlier := searches.read(about, graph, cache):
+        result, compared = earlier
+        choice, _ = _runnable(graph, options, result, compared=compared)
+        if choice and len(choice.refused) == result.kept:
+            return result, choice
+    if most_us < inf and (least := searches.least_us(about, cache)) > most_us:
+        raise TooDear(least, most_us)
+    try:
+        result, choice = choose(graph, options, on_progress, near=NEAR, most_us=most_us)
+    except TooDear as error:
+        searches.keep_least(about, error.least_us, cache)
+        raise
     place = len(choice.refused)
     shown = result.candidates[: max(place, ALTERNATIVES) + 1]
-    searches.keep(about, replace(result, candidates=shown), place, cache)
+    shortened = replace(result, candidates=shown)
+    searches.keep(about, shortened, place, cache, choice.verification)
     return result, choice
 
 
@@ -530,17 +542,22 @@ def choose(
 
 
 def _runnable(
-    graph: KernelGraph, options: Options, result: SearchResult, verifier: Verifier | None = None
+    graph: KernelGraph,
+    options: Options,
+    result: SearchResult,
+    verifier: Verifier | None = None,
+    compared: searches.Compared | None = None,
 ) -> tuple[Choice | None, CutesuperError | None]:
     """The first candidate that verifies and that a schedule and the lowering can run.
-    The error of the best one that cannot is the second result."""
+    The error of the best one that cannot is the second result. A candidate that was ``compared`` at
+    real extents is not again."""
     verifier = verifier or Verifier(graph)
     refused: list[str] = []
     first: CutesuperError | None = None
     for candidate in result.candidates:
         try:
             plans = _plans(candidate, options, options.target)
-            verification = _verify(verifier, graph, candidate)
+            verification = _verify(verifier, graph, candidate, compared)
         except (LoweringError, ScheduleError, VerificationError) as error:
             refused.append(f"{candidate.structure}: {error}")
             first = first or frameless(error)
@@ -577,8 +594,13 @@ def verified(graph: KernelGraph, mu: MuGraph) -> Verification:
     return _verdict(Verifier(graph), graph, mu)
 
 
-def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Verification:
-    verification = _verdict(verifier, graph, candidate.mugraph)
+def _verify(
+    verifier: Verifier,
+    graph: KernelGraph,
+    candidate: Candidate,
+    compared: searches.Compared | None = None,
+) -> Verification:
+    verification = _verdict(verifier, graph, candidate.mugraph, compared)
     if not verification:
         raise VerificationError(f"{candidate.structure}: {verification.summary()}")
     check_numbers(graph, candidate.mugraph)
@@ -607,7 +629,13 @@ def check_numbers(graph: KernelGraph, mu: MuGraph) -> None:
         check_rounding(graph, mu)
 
 
-def _verdict(verifier: Verifier, graph: KernelGraph, mu: MuGraph) -> Verification:
+def _verdict(
+    verifier: Verifier, graph: KernelGraph, mu: MuGraph, compared: searches.Compared | None = None
+) -> Verification:
+    if compared is not None:
+        verification = compared.added(verifier.check(mu), mu)
+        if verification.real_extents or not verification:
+            return verification
     flops = sum(
         lookup(n.operator).flops([graph.nodes[i].shape for i in n.inputs], n.shape)
         for n in graph.nodes

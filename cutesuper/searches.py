@@ -2,15 +2,17 @@
 
 What is kept are the best candidates and the search's statistics (`cutesuper.runtime.records` says
 where). It is data from outside: every field is checked here, and callers verify the programs and
-plan them again.
+plan them again. Only the comparison at real extents, a second for a product of 1 G multiply-adds,
+is not repeated for a program that is the one compared, to the letter.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
@@ -25,8 +27,34 @@ from cutesuper.search.search import Candidate, SearchOptions, SearchResult, Stat
 from cutesuper.skeletons.cost import Cost
 from cutesuper.store import check_border
 from cutesuper.targets import Target
+from cutesuper.verify.equivalence import Verification
 
 Question = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A program that was compared with its graph at real extents.
+
+    Attributes:
+        digest: SHA-256 of the program as text.
+        bound_log2: `Verification.real_bound_log2`.
+    """
+
+    digest: str
+    bound_log2: float | None
+
+    def added(self, verification: Verification, mu: MuGraph) -> Verification:
+        """The verification at small extents of a program, if it is this one with that of before."""
+        same = bool(verification) and self.digest == _digest(mu)
+        if not same:
+            return verification
+        trials, bound = verification.trials + 1, self.bound_log2
+        return replace(verification, trials=trials, real_extents=True, real_bound_log2=bound)
+
+
+def _digest(mu: MuGraph) -> str:
+    return hashlib.sha256(serial.dumps(mu).encode()).hexdigest()
 
 
 def question(graph: KernelGraph, target: Target, options: SearchOptions) -> Question:
@@ -45,20 +73,25 @@ def known(about: Question, cache: KernelCache | None = None) -> bool:
 
 def read(
     about: Question, graph: KernelGraph, cache: KernelCache | None = None
-) -> SearchResult | None:
-    """The result that is kept; None if there is none, or not a legal one.
+) -> tuple[SearchResult, Compared | None] | None:
+    """The result that is kept, and what was compared; None if there is none, or not a legal one.
     Its programs are checked, but neither verified nor planned."""
     record = records.read(about, cache)
     with suppress(CutesuperError, KeyError, TypeError, ValueError):
         if record is not None:
             found = tuple(_candidate(c, graph) for c in record["candidates"])
             place = int(_number(record["chosen"]))
-            return SearchResult(found, _statistics(record["statistics"]), place)
+            result = SearchResult(found, _statistics(record["statistics"]), place)
+            return result, _compared(record["compared"])
     return None
 
 
 def keep(
-    about: Question, result: SearchResult, chosen: int = 0, cache: KernelCache | None = None
+    about: Question,
+    result: SearchResult,
+    chosen: int = 0,
+    cache: KernelCache | None = None,
+    verification: Verification | None = None,
 ) -> None:
     """Keep the result of a search that was not cut short.
 
@@ -67,14 +100,38 @@ def keep(
         result: at least one candidate.
         chosen: the place of the one that is used; those before it cannot be run.
         cache: its folder is used.
+        verification: of the one that is used.
     """
     if result.statistics.complete:
+        compared = None
+        if verification is not None and verification.real_extents:
+            digest = _digest(result.candidates[chosen].mugraph)
+            compared = asdict(Compared(digest, verification.real_bound_log2))
         record = {
             "candidates": [_written(c) for c in result.candidates],
             "chosen": chosen,
+            "compared": compared,
             "statistics": vars(result.statistics),  # `asdict` cannot copy a counter
         }
         records.write(about, record, cache)
+
+
+def least_us(about: Question, cache: KernelCache | None = None) -> float:
+    """Microseconds below which an earlier search found no program; 0 if there was none."""
+    record = records.read(_bound(about), cache)
+    with suppress(CutesuperError, KeyError, TypeError):
+        if record is not None:
+            return float(_number(record["least_us"]))
+    return 0.0
+
+
+def keep_least(about: Question, least_us: float, cache: KernelCache | None = None) -> None:
+    """Keep what all programs cost at least, where a search for cheaper ones ended."""
+    records.write(_bound(about), {"least_us": least_us}, cache)
+
+
+def _bound(about: Question) -> Question:
+    return "bound", *about
 
 
 def _written(candidate: Candidate) -> dict[str, Any]:
@@ -96,6 +153,13 @@ def _candidate(record: Mapping[str, Any], graph: KernelGraph) -> Candidate:
         raise FormatError("the record of a search has another number of costs than of kernels")
     lowered = record["lowered"] is True
     return Candidate(mugraph, _number(record["cost_us"]), costs, structure(mugraph), lowered)
+
+
+def _compared(data: Any) -> Compared | None:
+    if data is None:
+        return None
+    bound = data["bound_log2"]
+    return Compared(str(data["digest"]), None if bound is None else _number(bound))
 
 
 def _parts(data: Mapping[str, Any]) -> dict[str, float]:

@@ -16,8 +16,10 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Options
 from cutesuper.report import search_text
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache
+from cutesuper.search.bounds import TooDear
 from cutesuper.search.search import SearchResult
 from cutesuper.targets import H200
+from cutesuper.verify.equivalence import Verification
 
 PLAIN = Options(H200, tuned=False)
 
@@ -60,6 +62,43 @@ def test_another_process_searches_nothing(searched: list[Any]) -> None:
     assert again.statistics == result.statistics
     assert [c.structure for c in again.candidates] == [c.structure for c in result.candidates][:6]
     assert "kept on disk" in search_text(PLAIN, again)
+
+
+def test_what_was_compared_at_real_extents_is_not_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the program is another one, by a single sign."""
+    whole: list[bool] = []
+    check = pipeline.Verifier.check
+
+    def counted(self: Any, mu: Any, bound: bool = True, full: bool = False) -> Any:
+        whole.append(full)
+        return check(self, mu, bound, full)
+
+    first = _verification()
+    monkeypatch.setattr(pipeline.Verifier, "check", counted)
+    assert _verification() == first and first.real_extents and whole == [False]
+    [path] = folder.iterdir()
+    path.write_text(path.read_text().replace(_digest_of(path), "0" * 64))
+    assert _verification() == first and whole == [False, False, True]
+
+
+def _verification() -> Verification:
+    """Of the program that is found, whatever numbers were drawn."""
+    return replace(pipeline.find(norm(), PLAIN)[1].verification, seed=0)
+
+
+def _digest_of(path: Path) -> str:
+    return json.loads(path.read_text())["compared"]["digest"]
+
+
+def test_that_all_programs_are_too_dear_is_known_to_another_process(searched: list[Any]) -> None:
+    for _ in range(2):
+        with pytest.raises(TooDear, match="allowed"):
+            pipeline.find(norm(), PLAIN, most_us=1.0)
+    assert len(searched) == 1
+    least = pipeline.find(norm(), PLAIN)[1].candidate.cost_us
+    assert pipeline.find(norm(), PLAIN, most_us=least)[0].kept == 0 and len(searched) == 2
 
 
 def test_what_decides_a_search_decides_what_is_found(
@@ -110,6 +149,8 @@ def _edited(record: dict[str, Any], change: str) -> Any:
         candidate["kernels"] = []
     elif change == "no statistics":
         del record["statistics"]["classes"]
+    elif change == "nothing compared":
+        del record["compared"]
     elif change == "no dictionary":
         return [record]
     return record
@@ -118,7 +159,7 @@ def _edited(record: dict[str, Any], change: str) -> Any:
 @pytest.mark.parametrize(
     "change",
     ["another program", "another place", "an illegal program", "another border", "no number",
-     "no costs", "no statistics", "no dictionary"],
+     "no costs", "no statistics", "no dictionary", "nothing compared"],
 )  # fmt: skip
 def test_records_that_were_changed_are_not_believed(
     change: str, searched: list[Any], folder: Path
