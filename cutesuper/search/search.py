@@ -460,7 +460,7 @@ class _Search:
         return wanted
 
     def _unrelated(self, segments: Segments) -> Unrelated:
-        """What tells products apart in a graph; made once."""
+        """The test for products of a graph that have nothing in common; made once."""
         if segments not in self._apart:
             self._apart[segments] = Unrelated(segments.flat)
         return self._apart[segments]
