@@ -819,3 +819,26 @@ def test_no_warning_that_the_user_cannot_mend(recwarn: pytest.WarningsRecorder) 
 
     trace._exported(fn, "fn", (torch.ones(4, 8),), {}, None, Observer(fn, frozenset()))
     assert [w for w in recwarn if issubclass(w.category, FutureWarning)] == []
+
+
+@pytest.mark.parametrize("cell", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_cells_that_begin(cell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a state, which is zeros: a product of those is the sums of the weight, times zero."""
+    module, x = cell(32, 24).half(), torch.randn(5, 32).half()
+    check(traced(monkeypatch, module, (x,)), module, (x,))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, y: y.sin() + y.new_full((5, 32), 2.0) @ w,
+        lambda w, y: torch.addmm(y, y.new_full((5, 32), -1.5), w, alpha=3.0, beta=0.5),
+        lambda w, y: (
+            y[:2, None] + y.new_full((2, 5, 32), 0.5) @ w.reshape(2, 16, 24).repeat(1, 2, 1)
+        ),
+        lambda w, y: y + y.new_full((32,), 0.25) @ w,
+    ],
+)
+def test_products_of_equal_numbers(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.randn(32, 24).half(), torch.randn(5, 24).half()
+    check(traced(monkeypatch, fn, given), fn, given)

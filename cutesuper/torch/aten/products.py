@@ -89,8 +89,10 @@ class Product(Entry):
             y = Value((*y.dims, ()), y.absent)
         if len(b.value(a[self.left]).dims) == 1:
             y = Value((*y.dims[:-1], (), y.dims[-1]), y.absent)
-        mine = correspondence(Value(y.dims[:-1]), Value(x.dims[:-1]))
         other = correspondence(Value(y.dims[:-2]), Value(w.dims[:-2]))
+        if isinstance(value := b.of(a[self.left]).tensor, float):
+            return self._of_equal_rows(b, node, a, value, w, y, other)
+        mine = correspondence(Value(y.dims[:-1]), Value(x.dims[:-1]))
         front = _front(b, Value((*y.dims[:-2], x.dims[-2]), y.absent))
         m = front[-1] if leaves(x.dims[-2]) else None
         lead = front[:-1] if m else front
@@ -102,27 +104,45 @@ class Product(Entry):
         right = self._operand(b, node, a[self.right], (*translated(lead, other), k, n))
         product = _product(b, left, right)
         slots = (*lead, m, b.one(node, y.dims[-1]))[-len(product.shape) :]
-        alpha = number(node, a.get("alpha", 1))
-        product = product if alpha == 1.0 else b.g.mul(product, alpha)
-        return self._plus(b, node, a, Built(product, slots))
+        return self._plus(b, node, a, product, slots)
+
+    def _of_equal_rows(
+        self, b: Builder, node: fx.Node, a: Arguments, value: float, w: Value, y: Value,
+        parts: Any,
+    ) -> Built:  # fmt: skip
+        """A number times the sums of the second operand's columns: the state of a recurrent cell
+        that begins is zeros."""
+        lead = _front(b, Value(y.dims[:-2], y.absent))
+        k, n = b.one(node, w.dims[-2]), b.one(node, w.dims[-1])
+        if not {*(k or ())} <= {*w.present()}:
+            raise Unsupported(node, "is a product over elements that repeat; sum before the expand")
+        right = self._operand(b, node, a[self.right], (*translated(lead, parts), k, n))
+        sums = b.g.mul(b.g.sum(right, len(right.shape) - 2), value)
+        rows = leaves(y.dims[-2])
+        m = b.one(node, rows) if {*rows} & {*y.present()} else None  # those of what is added
+        slots = (*lead, m, b.one(node, y.dims[-1]))[-len(sums.shape) :]
+        return self._plus(b, node, a, sums, slots)
 
     def _operand(self, b: Builder, node: fx.Node, operand: Any, slots: Slots) -> Tensor:
         if isinstance(b.of(operand).tensor, float):
             raise Unsupported(node, "multiplies a matrix of equal numbers")
         return multiplied(b, node, operand, slots)
 
-    def _plus(self, b: Builder, node: fx.Node, a: Arguments, y: Built) -> Built:
+    def _plus(
+        self, b: Builder, node: fx.Node, a: Arguments, product: Tensor, slots: Slots
+    ) -> Built:
+        """The product times its number, plus what is added."""
+        alpha = number(node, a.get("alpha", 1))
+        product = product if alpha == 1.0 else b.g.mul(product, alpha)
         added = a.get(self.added) if self.added else None
-        if added is None:
-            return y
         beta = number(node, a.get("beta", 1))
-        if beta == 0.0:
-            return y
+        if added is None or beta == 0.0:
+            return Built(product, slots)
         t = b.of(added).tensor
         if not isinstance(t, float):
             parts = correspondence(b.value(node), b.value(added))
-            t = b.tensor(node, added, translated(y.slots, parts))
-        return Built(b.g.add(y.tensor, t if beta == 1.0 else b.g.mul(t, beta)), y.slots)  # type: ignore[arg-type]
+            t = b.tensor(node, added, translated(slots, parts))
+        return Built(b.g.add(product, t if beta == 1.0 else b.g.mul(t, beta)), slots)  # type: ignore[arg-type]
 
 
 enter_all({
