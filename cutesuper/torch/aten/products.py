@@ -110,8 +110,8 @@ class Product(Entry):
         self, b: Builder, node: fx.Node, a: Arguments, value: float, w: Value, y: Value,
         parts: Any,
     ) -> Built:  # fmt: skip
-        """A number times the sums of the second operand's columns: the state of a recurrent cell
-        that begins is zeros."""
+        """A number times the sums of the second operand's columns.
+        The state of a recurrent cell that begins is zeros."""
         lead = _front(b, Value(y.dims[:-2], y.absent))
         k, n = b.one(node, w.dims[-2]), b.one(node, w.dims[-1])
         if not {*(k or ())} <= {*w.present()}:
