@@ -600,10 +600,14 @@ def _verify(
     candidate: Candidate,
     compared: searches.Compared | None = None,
 ) -> Verification:
-    verification = _verdict(verifier, graph, candidate.mugraph, compared)
+    mu = candidate.mugraph
+    if compared is not None and compared.is_of(mu):
+        verification = compared.added(verifier.check(mu))
+    else:
+        verification = _verdict(verifier, graph, mu)
     if not verification:
         raise VerificationError(f"{candidate.structure}: {verification.summary()}")
-    check_numbers(graph, candidate.mugraph)
+    check_numbers(graph, mu)
     return verification
 
 
@@ -629,13 +633,7 @@ def check_numbers(graph: KernelGraph, mu: MuGraph) -> None:
         check_rounding(graph, mu)
 
 
-def _verdict(
-    verifier: Verifier, graph: KernelGraph, mu: MuGraph, compared: searches.Compared | None = None
-) -> Verification:
-    if compared is not None:
-        verification = compared.added(verifier.check(mu), mu)
-        if verification.real_extents or not verification:
-            return verification
+def _verdict(verifier: Verifier, graph: KernelGraph, mu: MuGraph) -> Verification:
     flops = sum(
         lookup(n.operator).flops([graph.nodes[i].shape for i in n.inputs], n.shape)
         for n in graph.nodes

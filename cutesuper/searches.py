@@ -44,13 +44,15 @@ class Compared:
     digest: str
     bound_log2: float | None
 
-    def added(self, verification: Verification, mu: MuGraph) -> Verification:
-        """The verification at small extents of a program, if it is this one with that of before."""
-        same = bool(verification) and self.digest == _digest(mu)
-        if not same:
-            return verification
+    def is_of(self, mu: MuGraph) -> bool:
+        """True if it was this program, to the letter."""
+        return self.digest == _digest(mu)
+
+    def added(self, verification: Verification) -> Verification:
+        """The verification of the program at small extents, with what was compared before."""
         trials, bound = verification.trials + 1, self.bound_log2
-        return replace(verification, trials=trials, real_extents=True, real_bound_log2=bound)
+        more = replace(verification, trials=trials, real_extents=True, real_bound_log2=bound)
+        return more if verification else verification
 
 
 def _digest(mu: MuGraph) -> str:

@@ -76,7 +76,8 @@ def pytest_collection_finish() -> None:
     """Look for garbage seldom, and let PyTorch look for its own operators once: it does for each of
     the namespaces at each export, 60 ms, which finds nothing new."""
     gc.set_threshold(50_000, 20, 100)
-    if exports := sys.modules.get("torch._export.utils"):
+    exports: Any = sys.modules.get("torch._export.utils")
+    if hasattr(exports, "_materialize_cpp_cia_ops"):
         exports._materialize_cpp_cia_ops = cache(exports._materialize_cpp_cia_ops)
 
 

@@ -104,14 +104,14 @@ def slowness() -> float:
 
 def within(seconds: float, most: float, fixed: float = 0.0) -> bool:
     """True if work of the search took at most so many seconds, on a machine of that speed.
-    The speed is measured only where it matters.
+    The speed is measured where it took more than half of them.
 
     Args:
         seconds: what it took.
         most: of it on the machine that limits were set on.
         fixed: further seconds that do not depend on the machine.
     """
-    return seconds <= most + fixed or seconds <= most * slowness() + fixed
+    return 2 * seconds <= most or seconds <= most * slowness() + fixed
 
 
 def _tuples_and_dictionaries() -> None:

@@ -102,7 +102,7 @@ def test_a_chain_is_one_kernel_whatever_its_length(steps: int) -> None:
     g = rows(lambda g, x: chain(g, x, steps))
     start = time.process_time()
     result = search(g, H200, options=LOWERED)
-    assert within(time.process_time() - start, 4.0)
+    assert time.process_time() - start < 4.0
     assert len(result.candidates[0].kernels) == 1
     assert result.statistics.regions == 1
 
@@ -184,7 +184,7 @@ def test_diamonds_between_two_products() -> None:
     region = flat.segment(flat.order).region
     start = time.process_time()
     find_form(region, label(region), H200)
-    assert within(time.process_time() - start, 1.0)
+    assert time.process_time() - start < 1.0
     found(g)
 
 
@@ -288,7 +288,7 @@ def test_derivatives_of_diamonds() -> None:
     start = time.process_time()
     grad(g)
     grad(m)
-    assert within(time.process_time() - start, 2.0)
+    assert time.process_time() - start < 2.0
 
 
 def test_two_thousand_operators() -> None:

@@ -13,17 +13,11 @@ from cutesuper.egraph.labelled import Region
 from cutesuper.errors import LoweringError, SearchError
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.search.bounds import Bounds, TooDear, least_of_form_us, least_us
-from cutesuper.search.cuts import MAX_SEGMENT, Flat, Segments
+from cutesuper.search.cuts import Flat, Segments
 from cutesuper.search.region import SearchOptions, search_region
 from cutesuper.search.search import Progress, _Search, search
 from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verification
-
-
-def _nothing(members: tuple[int, ...]) -> bool:
-    """Leave no segment out."""
-    return False
-
 
 SOFTMAX = PROGRAMS["softmax(X W)"]
 
@@ -68,7 +62,7 @@ def test_sequences_are_priced_again_only_after_a_price_changed(
     priced = Bounds._cheapest  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(Bounds, "_cheapest", lambda b: (times.append(None), priced(b))[1])
     segments = Segments(Flat(chains(1).expanded()))
-    regions = [s.region for s, _, _ in segments.all(MAX_SEGMENT, _nothing)]
+    regions = [s.region for s, _, _ in segments.all()]
     bounds = Bounds(segments, {r: least_us(r, H200) for r in regions})
     least = bounds.least
     assert bounds.below(1.0) and bounds.least == least and len(times) == 1
@@ -83,7 +77,7 @@ def test_sequences_are_priced_again_only_after_a_price_changed(
 def test_bounds_are_below_what_kernels_cost(build: Callable[[], KernelGraph]) -> None:
     segments, tighter = Segments(Flat(build().expanded())), 0
     options = SearchOptions(lowered=True)
-    for segment, _, _ in segments.all(3, _nothing):
+    for segment, _, _ in segments.all(longest=3):
         found = search_region(segment.region, H200, options)
         if found.error is None:
             rough = least_us(segment.region, H200)

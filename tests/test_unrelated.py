@@ -94,7 +94,7 @@ def test_no_skeleton_runs_what_is_left_out(
 
 
 def test_what_one_kernel_computes_is_not_left_out() -> None:
-    """Two products of one operand, of different widths, and the gradients of keys and values."""
+    """Two products of one operand, of different widths."""
     g = new_kernel_graph()
     x = g.new_input((256, 384), "bfloat16")
     for n in (384, 128):

@@ -28,6 +28,7 @@ from cutesuper.ir.dims import Dim, Shape
 from cutesuper.ir.dtypes import DType, float32
 from cutesuper.ir.operators.base import Attributes, Items, Operator, facets
 from cutesuper.ir.precision import precision_of
+from cutesuper.ir.relations import Classes
 
 
 class View(NamedTuple):
@@ -253,8 +254,7 @@ def label(region: Region) -> LabelledProgram:
     Raises:
         SearchError: too much would have to be computed again.
     """
-    shared = {u: (region.ops[u[0]].operands[u[1]].value, 0) for u in _uses(region)}
-    found = _Unification(region, shared)
+    found = _Unification(region, _shared(region))
     if not found.consistent:
         found = _separate(region) or _separate(_unshared(region))
     if found is None:
@@ -266,20 +266,13 @@ def classes(region: Region) -> list[tuple[int, ...]]:
     """The class of each dimension of each value, as `label` makes them, or coarser.
     Dimensions that get one label in a part of the region are in one class here: also where such a
     part has a value in one role only, and the region in two."""
-    found = _Unification(
-        region, {u: (region.ops[u[0]].operands[u[1]].value, 0) for u in _uses(region)}
-    )
-    roots, alike = list(found.roots), dict[Any, Slot]()
-    for i, op in enumerate(region.ops):  # as in `_side_by_side`
-        if not op.facets.contracts:
-            continue
-        a, b = found.slots((i, 0)), found.slots((i, 1))
-        for shared, own in ((a, b[-1]), (b, a[-2])):
-            key = tuple(found.roots[s] for s in shared), found.extents[own]
-            roots[_root(roots, own)] = _root(roots, alike.setdefault(key, own))
+    found, alike = _Unification(region, _shared(region)), dict[Any, Slot]()
+    joined = found.classes.copy()
+    for shared, own in found.operands():
+        joined.join(own, alike.setdefault((shared, found.extents[own]), own))
     owners: list[Any] = [(v, 0) for v in range(len(region.inputs))]
     owners += range(len(region.inputs), len(region.inputs) + len(region.ops))
-    return [tuple(_root(roots, s) for s in found.dims(o)) for o in owners]
+    return [tuple(map(joined.find, found.dims(o))) for o in owners]
 
 
 Use = tuple[int, int]  # operation, position of the operand
@@ -321,6 +314,11 @@ def _uses(region: Region) -> list[Use]:
     ]
 
 
+def _shared(region: Region) -> dict[Use, Group]:
+    """One load of each input for all its uses."""
+    return {u: (region.ops[u[0]].operands[u[1]].value, 0) for u in _uses(region)}
+
+
 def _separate(region: Region) -> _Unification | None:
     """Give every use of an input its own load, then join the loads that can be joined."""
     uses = _uses(region)
@@ -353,26 +351,25 @@ class _Apart:
     To ask if two may be joined takes 10 us; to unify all operators of a region of 40, 1 ms.
 
     Attributes:
-        parents: of each dimension; the representative of a class is its own.
+        classes: of dimensions.
         others: for each class, by its representative, those that it must not join.
     """
 
-    parents: list[Slot]
+    classes: Classes[Slot]
     others: dict[Slot, set[Slot]]
 
     def joined(self, pairs: Iterable[tuple[Slot, Slot]]) -> _Apart | None:
         """The same with pairs of dimensions joined; None if two must stay apart."""
-        parents, others = list(self.parents), dict(self.others)
+        classes, others = self.classes.copy(), dict(self.others)
         for a, b in pairs:
-            a, b = _root(parents, a), _root(parents, b)
+            a, b = classes.find(a), classes.find(b)
             if a == b:
                 continue
-            parents[a] = b
-            mine = others.pop(a, set()) | others.get(b, set())
-            others[b] = {_root(parents, c) for c in mine}
+            classes.join(a, b)
+            others[b] = {classes.find(c) for c in others.pop(a, set()) | others.get(b, set())}
             if b in others[b]:
                 return None
-        return _Apart(parents, others)
+        return _Apart(classes, others)
 
 
 def _unshared(region: Region) -> Region:
@@ -412,13 +409,9 @@ def _side_by_side(found: _Unification) -> _Unification:
     """
     alike: dict[Any, list[Slot]] = {}
     reduced = {found.roots[s] for s in found.reduced()}
-    for i, op in enumerate(found.region.ops):
-        if not op.facets.contracts:
-            continue
-        a, b = found.slots((i, 0)), found.slots((i, 1))
-        for shared, own in ((a, b[-1]), (b, a[-2])):
-            if found.roots[own] not in reduced:
-                alike.setdefault(tuple(found.roots[s] for s in shared), []).append(own)
+    for shared, own in found.operands():
+        if found.roots[own] not in reduced:
+            alike.setdefault(shared, []).append(own)
     for first, *others in alike.values():
         if any(found.extents[other] != found.extents[first] for other in others):
             continue
@@ -455,14 +448,6 @@ def _beside_rows(found: _Unification) -> _Unification:
 Slot = int  # a dimension of a value or a load, numbered one value after the other
 
 
-def _root(parents: list[Slot], x: Slot) -> Slot:
-    """The representative of everything that was joined with x (union-find)."""
-    while parents[x] != x:
-        parents[x] = parents[parents[x]]  # so that long chains are short the next time
-        x = parents[x]
-    return x
-
-
 class _Unification:
     """Union-find over the dimensions of all values and loads of a region.
 
@@ -474,7 +459,8 @@ class _Unification:
     Attributes:
         first: for each load and each value of an operation its first dimension.
         extents: number of elements of every dimension.
-        roots: the representative of the dimensions that are unified with each.
+        classes: of the dimensions that are unified.
+        roots: the representative of the class of every dimension.
         consistent: no value has a label twice.
     """
 
@@ -494,12 +480,13 @@ class _Unification:
                 self._place(g, region.inputs[g[0]])
         for i, op in enumerate(region.ops):
             self._place(self._inputs + i, op.shape)
-        self.roots = list(range(len(self.extents)))
+        self.classes = Classes[Slot]()
+        self._join = self.classes.join
         for i, op in enumerate(region.ops):
             self._unify_op(i, op, self._facets[i])
         for a, b in equal:
             self._join(a, b)
-        self.roots = [_root(self.roots, s) for s in self.roots]
+        self.roots = [self.classes.find(s) for s in range(len(self.extents))]
         self.consistent = self._one_label_each()
 
     def _place(self, owner: Any, shape: Shape) -> None:
@@ -507,9 +494,6 @@ class _Unification:
         self.extents += shape
 
     # ------------------------------------------------------------------------------- unification
-
-    def _join(self, a: Slot, b: Slot) -> None:
-        self.roots[_root(self.roots, a)] = _root(self.roots, b)
 
     def _owner(self, use: Use) -> Any:
         value = self.region.ops[use[0]].operands[use[1]].value
@@ -582,7 +566,7 @@ class _Unification:
             own = set(self._larger_of(owner))
             for root in own:
                 others.setdefault(root, set()).update(own - {root})
-        return _Apart(self.roots, others)
+        return _Apart(self.classes, others)
 
     def _one_label_each(self) -> bool:
         """True if no value has a label twice, or the label of a single row beside one it meets."""
@@ -595,6 +579,14 @@ class _Unification:
         """The classes of the dimensions of a value that have other extents than 1."""
         roots, extents = self.roots, self.extents
         return [roots[s] for s in self.dims(owner) if extents[s] != 1]
+
+    def operands(self) -> Iterator[tuple[tuple[Slot, ...], Slot]]:
+        """The classes of each operand of a product, and the other operand's own dimension."""
+        for i, how in enumerate(self._facets):
+            if how.contracts:
+                a, b = self.slots((i, 0)), self.slots((i, 1))
+                for shared, own in ((a, b[-1]), (b, a[-2])):
+                    yield tuple(self.roots[s] for s in shared), own
 
     def reduced(self) -> Iterator[Slot]:
         """Dimensions over which an operator contracts or reduces."""

@@ -623,14 +623,16 @@ class Segments:
         return dict.fromkeys((*marks[n + 1 : n + 1 + MAX_SEGMENT], *whole))
 
     def all(
-        self, longest: int, leave: Callable[[tuple[int, ...]], bool]
+        self,
+        longest: int = MAX_SEGMENT,
+        leave: Callable[[tuple[int, ...]], bool] | None = None,
     ) -> Iterator[tuple[Segment, int, bool]]:
         """Segments of up to this many pieces, short ones first.
         Each with its number of pieces, and True if between waists.
 
         Args:
             longest: most pieces.
-            leave: True for operators of several pieces that are left out.
+            leave: True for operators of several pieces that are left out; None: none are.
         """
         waists_of = {order: self.waists(order) for order in self.orders}
         for length in range(1, longest + 1):
@@ -639,7 +641,7 @@ class Segments:
                 for start, end in zip(marks, marks[length:], strict=False):
                     if self.mixed(order, start, end):
                         continue
-                    if length == 1 or not leave(order[start:end]):
+                    if leave is None or length == 1 or not leave(order[start:end]):
                         yield self.segment(order, start, end), length, {start, end} <= waists
 
     def divide(self, runs: Callable[[Region], bool]) -> bool:

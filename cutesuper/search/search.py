@@ -442,7 +442,7 @@ class _Search:
         not, after all: see `_is_left_out`."""
         wanted: dict[Region, SearchOptions] = {}
         self._doubtful = {}
-        leave = self._unrelated(segments) if self.options.lowered else lambda _: False
+        leave = self._unrelated(segments) if self.options.lowered else None
         for segment, length, at_waists in segments.all(longest, leave):
             if self._left() <= 0:
                 self.statistics.complete = False

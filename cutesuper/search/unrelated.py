@@ -30,16 +30,19 @@ class Unrelated:
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
-        #: the classes of the dimensions of every value; none if the time of the search is used up
+        nodes = flat.graph.nodes
+        products = [i for i in flat.order if nodes[i].facets.contracts]
+        #: the classes of the dimensions of every value; none of a graph without products, or if the
+        #: time of the search is used up
         self._classes: dict[int, tuple[int, ...]] = {}
+        if not products:
+            return
         region, index = flat.whole()
         try:
             found = classes(region)
         except SearchError:
             return
         self._classes = {v: found[n] for v, n in index.items()}
-        nodes = flat.graph.nodes
-        products = [i for i in flat.order if nodes[i].facets.contracts]
         self._puts = frozenset(i for i in flat.order if nodes[i].facets.puts)
         #: for each product the classes of its operands' dimensions, and the products before it
         self._operands = {

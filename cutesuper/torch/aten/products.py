@@ -21,6 +21,7 @@ from cutesuper.torch.aten.graph_builder import (
     Builder,
     Built,
     Shapes,
+    Slot,
     Slots,
     Unsupported,
     Value,
@@ -98,8 +99,8 @@ class Product(Entry):
         lead = front[:-1] if m else front
         k, n = b.one(node, w.dims[-2]), b.one(node, w.dims[-1])
         inner = b.one(node, x.dims[-1])
-        if not {*(inner or ())} <= {*x.present()} or not {*(k or ())} <= {*w.present()}:
-            raise Unsupported(node, "is a product over elements that repeat; sum before the expand")
+        _check_summed(node, inner, x)
+        _check_summed(node, k, w)
         left = self._operand(b, node, a[self.left], (*translated((*lead, m), mine), inner))
         right = self._operand(b, node, a[self.right], (*translated(lead, other), k, n))
         product = _product(b, left, right)
@@ -114,8 +115,7 @@ class Product(Entry):
         The state of a recurrent cell that begins is zeros."""
         lead = _front(b, Value(y.dims[:-2], y.absent))
         k, n = b.one(node, w.dims[-2]), b.one(node, w.dims[-1])
-        if not {*(k or ())} <= {*w.present()}:
-            raise Unsupported(node, "is a product over elements that repeat; sum before the expand")
+        _check_summed(node, k, w)
         right = self._operand(b, node, a[self.right], (*translated(lead, parts), k, n))
         sums = b.g.mul(b.g.sum(right, len(right.shape) - 2), value)
         rows = leaves(y.dims[-2])
@@ -159,6 +159,12 @@ enter_all({
 
 def _lead(x: Value) -> Value:
     return Value(x.dims[:-2], x.absent)
+
+
+def _check_summed(node: fx.Node, slot: Slot, operand: Value) -> None:
+    """Check that the elements of an operand which are summed do not repeat. Raises Unsupported."""
+    if not {*(slot or ())} <= {*operand.present()}:
+        raise Unsupported(node, "is a product over elements that repeat; sum before the expand")
 
 
 def multiplied(b: Builder, node: fx.Node, operand: Any, slots: Slots, rank: int = 2) -> Tensor:
