@@ -236,11 +236,7 @@ class Derivation(KernelGraph):
 
     def vanishes(self, t: Tensor, masked: Tensor) -> bool:
         """True if ``t`` is 0 wherever ``masked`` is -inf, as cotangents from a softmax are.
-
-        Raises:
-            GraphError: ``t`` may be infinite there, as the cotangent from 1 / e^masked is, or 0
-                times infinity, as that from 1 / masked^2.
-        """
+        That from 1 / e^masked is infinite there, and that from 1 / masked^2 is 0 times infinity."""
         hidden, found = self._hidden(t, masked), dict[int, bool]()
         infinite, large = dict[int, bool](), dict[int, bool]()
         for i in self._needed(t):
@@ -260,12 +256,6 @@ class Derivation(KernelGraph):
                 (facets.exponential and hidden[args[0]])
                 or down
                 or (facets.signs is not None and all(zero))
-            )
-        if infinite[t.index]:
-            raise GraphError(
-                f"grad: the cotangent of {masked!r} may be infinite where elements are hidden, "
-                "since something divides by what is 0 there, or multiplies 0 by what is infinite; "
-                "hide them behind the quotient"
             )
         return found[t.index]
 

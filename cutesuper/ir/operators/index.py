@@ -75,7 +75,7 @@ class _Limits(Operator):
         if g.vanishes(dy, y):
             return [dy, None]
         zero = g.apply(self.name, g.zeros(args[0]), args[1], **attributes)
-        return [g.mul(dy, g.exp(zero)), None]
+        return [g.keep(g.exp(zero), dy), None]
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         """A function of the scores; the integers they meet are part of its name."""

@@ -320,7 +320,7 @@ class CausalMask(Operator):
         """dy where elements stay, 0 elsewhere: this factor is ``exp`` of 0 and of -inf."""
         if g.vanishes(dy, y):
             return [dy]
-        return [g.mul(dy, g.exp(g.apply(self.name, g.zeros(args[0]), **attributes)))]
+        return [g.keep(g.exp(g.apply(self.name, g.zeros(args[0]), **attributes)), dy)]
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return opaque(self.name, a, args, attributes)
