@@ -96,8 +96,7 @@ def summary_text(
         "time": f"{said}; by a roofline {others}",
         "memory": f"{moved / 1e6:.3f} MB at least"
                   f"{_rate(moved / 1e3, us, target.bandwidth / 1e9)} GB/s",
-        "products": f"{flops / 1e9:.3f} GFLOP{_rate(flops / 1e6, us, target.tensor_flops / 1e12)} "
-                    "TFLOP/s" if flops else "none",
+        "products": _products_line(graph, flops, us, target.tensor_flops) if flops else "none",
         "equal": certainty_text(choice.verification),
         "search": _search_line(options, result, choice),
         "left out": f"{result.statistics.pruned.total()} programs; "
@@ -106,6 +105,13 @@ def summary_text(
     sizes = ", ".join(f"{name} = {hint}" for name, hint in _hints(graph).items())
     head = f"optimized for {target.name} ({target.arch})" + (f", for {sizes}" if sizes else "")
     return "\n".join([head, *(f"  {name:<10}{text}" for name, text in rows.items())])
+
+
+def _products_line(graph: KernelGraph, flops: float, us: float, most: float) -> str:
+    """Operations of the tensor cores, and their rate if no mask leaves any of them out."""
+    if any(n.facets.masks for n in graph.nodes):
+        return f"{flops / 1e9:.3f} GFLOP with those that masks hide"
+    return f"{flops / 1e9:.3f} GFLOP{_rate(flops / 1e6, us, most / 1e12)} TFLOP/s"
 
 
 def _hints(graph: KernelGraph) -> dict[str, int]:

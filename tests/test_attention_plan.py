@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -757,3 +758,18 @@ def test_a_plan_in_words() -> None:
 def test_a_picture() -> None:
     svg = mugraph_svg(DECODE.mugraph())
     assert svg.startswith("<svg") and "18 grid rescaled sum over N.grid" in svg
+
+
+@pytest.mark.parametrize("abreast", [0, 1, 2, 3, 9])
+def test_blocks_of_masked_rows_begin_with_the_longest(abreast: int) -> None:
+    from cutesuper.skeletons.attention.kernel.rows import longest_first
+
+    for tiles, members in itertools.product((1, 2, 5), (1, 3, 4, 7)):
+        count = range(tiles * members)
+        found = [(*map(int, longest_first(n, tiles, members, abreast)),) for n in count]
+        assert sorted(found) == [*itertools.product(range(tiles), range(members))]
+        together = max(1, abreast)
+        assert found == sorted(found, key=lambda place: place[1] // together)
+        for first in range(0, members, together):
+            own = [tile for tile, member in found if member // together == first // together]
+            assert own == sorted(own)

@@ -110,6 +110,23 @@ def shuffled(x: Any, distance: int) -> Any:
     return element_of([cute.arch.shuffle_sync_bfly(w, distance) for w in words(x)])
 
 
+def transposed(words: cute.Tensor, lane: Any) -> cute.Tensor:
+    """Exchange four words of each of four neighbouring lanes: the n-th lane gets the n-th of all.
+    All lanes of a warp call it. Two steps, each with the lane of the other half: 4 shuffles.
+
+    Results of products lie so that four lanes have 4 bytes of each 16: stored that way, they fill
+    half a sector of 32 bytes with each access.
+    """
+    for step in (1, 2):
+        upper = (lane & step) != 0
+        for i in (i for i in range(4) if not i & step):
+            sent = select_(upper, words[i], words[i + step])
+            got = cute.arch.shuffle_sync_bfly(sent, step)
+            words[i] = select_(upper, got, words[i])
+            words[i + step] = select_(upper, words[i + step], got)
+    return words
+
+
 def joined(pair: Any) -> Int64:
     """A pair of a number and its place as a word; see `cutesuper.ir.block.PAIR`."""
     number, place = (Float32(x) for x in pair)
@@ -210,6 +227,26 @@ def _packed(a: Int32, b: Int32, name: str, *, loc: Any = None, ip: Any = None) -
     return Int32(
         llvm.inline_asm(
             T.i32(), operands, f"{name} $0, $1, $2;", "=r,r,r", has_side_effects=False,
+            is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+def rounded(values: cute.Tensor, words: cute.Tensor, dtype: Any) -> None:
+    """Round fp32 registers to 16 bits, two to a word, here and nowhere else.
+    A conversion that the compiler knows it moves: from the end of a loop to its next pass, where
+    both the old and the new values then took registers (280 bytes of stack)."""
+    name = f"cvt.rn.{_PACKED[dtype]}.f32"
+    for n in range(cute.size(words.shape)):
+        words[n] = _rounded(values[2 * n], values[2 * n + 1], name)
+
+
+@dsl_user_op
+def _rounded(low: Float32, high: Float32, name: str, *, loc: Any = None, ip: Any = None) -> Int32:
+    operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), operands, f"{name} $0, $1, $2;", "=r,f,f", has_side_effects=False,
             is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
         )
     )  # fmt: skip

@@ -20,6 +20,7 @@ class AttentionRates:
         ramp_us: barriers, the first loads and the last store of a block.
         step_us: latencies of a warpgroup for a tile of keys: both products and the softmax between
             them wait for each other.
+        apart_us: the same where warpgroups with rows of their own multiply ahead.
         exps_per_us: exponentials per microsecond on one SM.
         value_reads_per_us: elements of K and V that helper warps of one SM read for values of keys.
         meet_us: joining two warpgroups along the keys, for each 1024 results of a block.
@@ -36,6 +37,7 @@ class AttentionRates:
     overlap: float
     ramp_us: float
     step_us: float
+    apart_us: float
     exps_per_us: float
     value_reads_per_us: float
     meet_us: float
@@ -170,12 +172,14 @@ class LibraryRates:
     Attributes:
         product_us: of a product of matrices beside its launch, memory and tensor cores.
         attention_us: the same of attention.
-        attention_efficiency: fraction of the peak that its products reach.
+        attention_efficiency: fraction of the peak that its products reach with many keys.
+        attention_keys: visible keys of a row with which they reach half of that.
     """
 
     product_us: float
     attention_us: float
     attention_efficiency: float
+    attention_keys: float
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,11 @@ ATTENTION = AttentionRates(
     overlap=15,
     # time of 1 x 4096 to 1 x 131072 beside memory and launch: 2 in C8, 1 to 2 undivided
     ramp_us=1.8,
-    # 256 rows of 2 heads in C8: 6.4 with tiles of 128 keys, 7.06 with 64; 2048 causal positions in
-    # tiles of 128 rows: 81.2 and 90.7
+    # 256 rows of 2 heads in C8: 6.4 with tiles of 128 keys, 7.06 with 64
     step_us=0.265,
+    # causal positions, 32 heads on 8, 128 columns: 2048 take 63.0, 4096 236.6, 16384 3488; 8192 and
+    # 64 columns 571; all of 4096 positions 450 and 320
+    apart_us=0.16,
     # 16 per cycle at 1.75 GHz
     exps_per_us=16 * 1750,
     # estimate: norms of Q and V of 256 rows take 7.7 (2 heads) and 18.2 (16 heads) where the same
@@ -181,8 +183,9 @@ LIBRARIES = LibraryRates(
     # one query of 32 heads by 4096, 16384 and 65536 keys: 11.5, 22.8 and 66.5, 6.1, 5.9 and 3.3
     # above; with lengths, as a mask, 11.5 and more
     attention_us=3.3,
-    # 2048 to 16384 causal queries: 82.3, 269, 979 and 3605, that is 57 to 82% of the peak
-    attention_efficiency=0.82,
+    # 2048 to 16384 causal queries: 82.3, 269, 979 and 3605, that is 56 to 81% of the peak
+    attention_efficiency=0.84,
+    attention_keys=400,
 )
 
 #: folder of the settings measured on this architecture

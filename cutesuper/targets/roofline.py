@@ -72,10 +72,12 @@ def _priced(graph: KernelGraph, target: Target, groups: list[set[int]]) -> Basel
 
 def _library(graph: KernelGraph, group: set[int], rates: LibraryRates) -> tuple[float, float]:
     """Time of a kernel beside its roofline, and the fraction of the tensor cores it reaches."""
-    kinds = [graph.nodes[i].facets.composite for i in group if _multiplies(graph.nodes[i])]
-    if any(kinds):
-        return rates.attention_us, rates.attention_efficiency
-    return (rates.product_us if kinds else 0.0), 1.0
+    products = [graph.nodes[i] for i in group if _multiplies(graph.nodes[i])]
+    attention = [n for n in products if n.facets.composite]
+    if attention:
+        keys = max(_keys(graph, n) * _seen(graph, n) for n in attention)
+        return rates.attention_us, rates.attention_efficiency * keys / (keys + rates.attention_keys)
+    return (rates.product_us if products else 0.0), 1.0
 
 
 def _groups(graph: KernelGraph) -> list[set[int]]:
@@ -132,6 +134,21 @@ def _products(graph: KernelGraph, group: set[int]) -> float:
     nodes = graph.nodes
     return sum(
         nodes[i].facets.flops([nodes[j].shape for j in nodes[i].inputs], nodes[i].shape)
+        * _seen(graph, nodes[i])
         for i in group
         if _multiplies(nodes[i])
     )
+
+
+def _seen(graph: KernelGraph, node: Node) -> float:
+    """Share of the scores that a causal attention computes; lengths may leave all of them."""
+    if not node.attributes.get("is_causal") or len(node.inputs) > 3:
+        return 1.0
+    rows, keys = extent(node.shape[-2]), _keys(graph, node)
+    first = min(rows, keys)  # rows that do not see all keys
+    return (first * (first + 1) / 2 + (rows - first) * keys) / max(1, rows * keys)
+
+
+def _keys(graph: KernelGraph, node: Node) -> int:
+    """Number of keys of an attention."""
+    return extent(graph.nodes[node.inputs[1]].shape[-2])

@@ -46,6 +46,8 @@ KEY_TILES = (64, 128)
 THREAD_REGISTERS, OTHER_REGISTERS = 255, 40
 #: rows of a WGMMA instruction
 ROW_BLOCK = 64
+#: bytes of keys and values that blocks of masked rows read at the same time: L2 holds 50 MB
+TOGETHER_BYTES = 32 << 20
 #: unit of the contracted dimension of a 16-bit WGMMA instruction
 DEPTH = 16
 #: rows up to which a warpgroup's results lie in the first half of every register quadruple
@@ -446,6 +448,11 @@ class AttentionPlan(Plan[AttentionSchedule]):
     def stage_bytes(self) -> int:
         """Shared memory of a stage, in bytes: a tile of keys and one of values."""
         return self.element_bytes * self.key_tile * (self.depth + self.width)
+
+    @property
+    def keys_together(self) -> int:
+        """Keys of all sequences and heads whose blocks take turns, if a mask makes some shorter."""
+        return TOGETHER_BYTES * self.key_tile // self.stage_bytes
 
     @property
     def meeting_bytes(self) -> int:

@@ -62,17 +62,12 @@ class Consumer:
         self.k, self.rows, self.key_values = known, rows, key_values
         self.scores = Scores(known, rows, key_values)
         self.join = Join(known, rows)
-        together = known.plan.schedule.together
-        self.warpgroups = Consumers(known.warpgroups, together=together)
+        self.warpgroups = Consumers(known.warpgroups, together=known.plan.schedule.together)
         even = known.steps is not None and known.steps % known.key_groups == 0
-        #: True if two warpgroups take turns in issuing their products, so that they do not drift
-        #: together
-        self.turns = (
-            known.plan.schedule.overlapped
-            and known.warpgroups == 2
-            and not together
-            and (known.key_groups == 1 or even)
-        )
+        #: True if two warpgroups along the keys take turns in issuing their products, so that they
+        #: do not drift together (16x256 queries and 4096 keys: 17.1 us, 18.1 without). Those along
+        #: the rows walk long loops, and gain nothing
+        self.turns = known.plan.schedule.overlapped and known.key_groups == 2 and even
 
     @cute.jit
     def run(self, here, lead, first, count):
@@ -198,6 +193,12 @@ class Consumer:
             cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
             self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
+            if cutlass.const_expr(self.k.row_groups > 1 and not self.k.plan.schedule.together):
+                # Full already. The branch of this wait keeps the exponentials in front of the next
+                # one, behind which ptxas had moved them: 3764 us without, 3488 with it at 16384
+                # causal tokens, 629 and 571 at 8192 with heads of 64. In the short loops of
+                # warpgroups along the keys it costs more than it gains: 6.7 and 6.8 us
+                value_ring.wait(before)
             cores.wait(0)
             cores.add(chain.products[1], chain.result)
             self.release(value_ring, before.stage, here.lane)

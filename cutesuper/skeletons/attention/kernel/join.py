@@ -28,6 +28,8 @@ from cutesuper.device.memory import element, neighbours, put
 from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER, Here, Known, Memory, Place
 from cutesuper.skeletons.attention.kernel.rows import Rows
 from cutesuper.skeletons.attention.kernel.scores import exp2
+from cutesuper.skeletons.attention.kernel.wide import is_wide, pieces, store
+from cutesuper.skeletons.base import Output
 from cutesuper.skeletons.kernel.arguments import dtype_of
 
 #: fp32 values of an item
@@ -49,6 +51,14 @@ class Join:
         self.shifted = plan.maximum is not None
         self.of_rows = [o for o in plan.outputs if plan.columns not in o.view.labels]
         self.of_columns = [o for o in plan.outputs if plan.columns in o.view.labels]
+        #: outputs of which threads store 16 bytes: they have all columns of their rows
+        self.wide = [o for o in self.of_columns if self.is_wide(o)]
+
+    def is_wide(self, output: Output) -> bool:
+        plan, view = self.plan, output.view
+        if plan.parts * self.k.key_groups > 1 or self.few:
+            return False
+        return is_wide(view, plan.columns, plan.extent(plan.columns), plan.itemsize(view))
 
     def allocate(self, alloc: Any) -> tuple[Any, Any, Barriers, Any]:
         """Allocate the shared memory through which items are exchanged: see `context.Memory`.
@@ -307,7 +317,10 @@ class Join:
         for r in cutlass.range_constexpr(self.rows.per_thread):
             row = self.rows.row(here.warp, here.lane, r)
             positions, inside = self.rows.positions(place, group, row)
+            found = [self.pieces(owned, r, output, finals[r], here.lane) for output in self.wide]
             if self.rows.exists(here.tensors, positions, inside):
+                for n in cutlass.range_constexpr(len(self.wide)):
+                    store(found[n], self.row_start(self.wide[n], positions, here), here.lane)
                 for j in cutlass.range_constexpr(count):
                     # the last owners may have padding in place of items
                     if own + j < self.half and first + j < self.items:
@@ -341,6 +354,31 @@ class Join:
             base = here.tensors[output.view.argument].iterator
             put(base + offset, x.to(dtype_of(self.plan, output.view)))
 
+    def numbers(self, owned: Any, first: int, output: Output, known: dict[int, Any]) -> cute.Tensor:
+        """Two neighbouring numbers of an output, from the results ``first`` and the next."""
+        register = fragment(2, dtype_of(self.plan, output.view))
+        for b in range(2):
+            values = {**known, self.plan.result.final: owned[first + b]}
+            leaves = [values[i] for i in output.expression.leaves]
+            x = Float32(output.expression.evaluate(leaves, self.k.math))
+            register[b] = x.to(register.element_type)
+        return register
+
+    def pieces(
+        self, owned: Any, r: int, output: Output, known: dict[int, Any], lane: Any
+    ) -> list[cute.Tensor]:
+        """A thread's r-th row of an output, as `wide.store` takes it."""
+
+        def pair(block: int) -> cute.Tensor:
+            return self.numbers(owned, ITEM * block + 2 * r, output, known)
+
+        return pieces(pair, self.items, lane)
+
+    def row_start(self, output: Output, positions: dict[str, Any], here: Here) -> cute.Pointer:
+        """The place of a row's first column in an output that is stored 16 bytes at a time."""
+        offset = self.rows.offset(output.view, positions, here.tensors)
+        return here.tensors[output.view.argument].iterator + cute.assume(offset, divby=8)
+
     @cute.jit
     def store_item(
         self,
@@ -358,14 +396,8 @@ class Join:
         for e, block in pairs:
             column = 8 * block + 2 * (here.lane % 4)
             if column < plan.tile(plan.columns):
-                for output in self.of_columns:
-                    dtype = dtype_of(plan, output.view)
-                    register = fragment(2, dtype)
-                    for b in cutlass.range_constexpr(2):
-                        values = {**known, plan.result.final: owned[ITEM * j + e + b]}
-                        leaves = [values[i] for i in output.expression.leaves]
-                        x = Float32(output.expression.evaluate(leaves, self.k.math))
-                        register[b] = x.to(dtype)
+                for output in [o for o in self.of_columns if o not in self.wide]:
+                    register = self.numbers(owned, ITEM * j + e, output, known)
                     offset = self.rows.offset(output.view, positions, here.tensors) + column
                     base = here.tensors[output.view.argument].iterator
                     target = neighbours(base + cute.assume(offset, divby=2), 2)

@@ -75,6 +75,25 @@ def masked_offset(extents: Extents, mask: Mask, tensors: list[cute.Tensor]) -> A
     return found if mask.lengths is not None else cutlass.max(found, 1)
 
 
+def longest_first(index: Any, tiles: Any, members: Any, abreast: Any) -> tuple[Any, Any]:
+    """The tile of rows and the member of the batch of a block where a mask makes blocks shorter.
+    Tiles count from the longest. ``abreast`` members at a time, whose keys and values fit into L2
+    together, take turns: blocks become shorter to the end, and short ones fill the last wave."""
+    if isinstance(tiles, int) and tiles == 1:
+        return 0, index
+    known = isinstance(abreast, int) and isinstance(members, int)
+    abreast = (
+        max(1, min(abreast, members))
+        if known
+        else cutlass.min(cutlass.max(Int32(abreast), 1), members)
+    )
+    first = index // (abreast * tiles) * abreast
+    left = index - first * tiles
+    even = known and members % abreast == 0
+    count = abreast if even else cutlass.min(abreast, members - first)
+    return left // count, first + left % count
+
+
 def chunk_of(depth: int) -> int:
     """Number of contiguous elements in a swizzled tile with rows of ``depth`` elements."""
     return next(c for c in (64, 32, 16) if depth % c == 0)
@@ -176,15 +195,16 @@ class Rows:
         plan = self.plan
         index, _, _ = cute.arch.block_idx()
         part, tile = index % plan.parts, index // plan.parts
-        row, z = tile % self.tiles(tensors), tile // self.tiles(tensors)
+        tiles, members = self.tiles(tensors), self.k.extents.count(plan.batch, tensors)
+        keys = self.k.extents.of(plan.keys, tensors)
+        row, z = tile % tiles, tile // tiles
         if any(m.rows for m in plan.masks):
-            # rows that see most keys first: short blocks fill the last wave
-            row = self.tiles(tensors) - 1 - row
+            row, z = longest_first(tile, tiles, members, plan.keys_together // keys)
+            row = tiles - 1 - row  # the last rows see most keys
         extents = {d: self.k.extents.of(d, tensors) for d in (*plan.rows, *plan.batch)}
         tiles = unravel(row, {d: cute.ceil_div(extents[d], plan.tile(d)) for d in plan.rows})
         batch = unravel(z, {d: extents[d] for d in plan.batch})
         rank = part % plan.cluster
-        keys = self.k.extents.of(plan.keys, tensors)
         lengths = [
             0 if m.along(plan.rows) else masked_length(self.k.extents, m, tensors, batch, keys)
             for m in plan.masks

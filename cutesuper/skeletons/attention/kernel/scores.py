@@ -18,9 +18,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutesuper.device.fragments import fragment, stored
+from cutesuper.device.fragments import fragment, rounded
 from cutesuper.device.math import choose
-from cutesuper.device.memory import neighbours, one
+from cutesuper.device.memory import one
 from cutesuper.device.pipeline import Slot
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.attention.kernel.context import Here, Known, Memory, RowFacts
@@ -263,9 +263,7 @@ class Scores:
 
     def pack(self, scores: Any, words: Any) -> None:
         """Convert the weights to a 16-bit operand."""
-        count = self.k.key_tile // 2
-        narrow = stored(neighbours(scores.iterator, count).load(), count, self.k.dtype)
-        words.store(cute.recast_tensor(narrow, Int32).load())
+        rounded(scores, words, self.k.dtype)
 
     @cute.jit
     def rescale(self, result, state):

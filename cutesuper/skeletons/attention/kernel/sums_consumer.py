@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Meeting, fence_warp
-from cutesuper.device.fragments import PIECE, fetched, filled, fragment, stored
+from cutesuper.device.fragments import PIECE, fetched, filled, fragment, rounded
 from cutesuper.device.math import choose
 from cutesuper.device.memory import neighbours, one, operand_layout, put
 from cutesuper.device.products import Consumers, Product, Products
@@ -19,6 +19,7 @@ from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER
 from cutesuper.skeletons.attention.kernel.rows import byte_piece, chunk_of
 from cutesuper.skeletons.attention.kernel.scores import LOG2E, exp2
 from cutesuper.skeletons.attention.kernel.sums_place import Places
+from cutesuper.skeletons.attention.kernel.wide import is_wide, pieces, store
 from cutesuper.skeletons.attention.plan import ROW_BLOCK
 from cutesuper.skeletons.attention.sums.plan import Phase
 from cutesuper.skeletons.kernel.arguments import dtype_of
@@ -366,11 +367,8 @@ class SumsConsumer:
 
     def pack(self, r: Registers, n: int) -> None:
         """Convert an operand to 16 bits."""
-        count = self.tile // 2
-        fragment = r.fragments[self.fragment_of(self.plan.operands[n])]
-        values = neighbours(fragment.iterator, count).load()
-        narrow = stored(values, count, self.p.dtype)
-        r.words[n].store(cute.recast_tensor(narrow, Int32).load())
+        values = r.fragments[self.fragment_of(self.plan.operands[n])]
+        rounded(values, r.words[n], self.p.dtype)
         r.last[0].put(r.operands[n], r.words[n])
 
     @cute.jit
@@ -405,35 +403,57 @@ class SumsConsumer:
     def store(self, r, rows, thread):
         """Apply the outputs' expressions to the sums, and store them."""
         end = self.p.extents.of(self.plan.rows, thread.tensors)
-        for row in cutlass.range_constexpr(2):
-            if rows.at[row] < end:
-                for n in cutlass.range_constexpr(len(self.plan.outputs)):
+        for n in cutlass.range_constexpr(len(self.plan.outputs)):
+            for row in cutlass.range_constexpr(2):
+                if cutlass.const_expr(self.is_wide(n)):
+                    found = self.pieces(r, rows, n, row, thread.lane)
+                    if rows.at[row] < end:
+                        store(found, self.row_start(rows, thread, n, row, 8), thread.lane)
+                elif rows.at[row] < end:
                     self.store_row(r, rows, thread, n, row)
+
+    def is_wide(self, n: int) -> bool:
+        """True if threads store 16 bytes of an output."""
+        plan, view, columns = self.plan, self.plan.outputs[n].view, self.columns_of(n)
+        return is_wide(view, columns, plan.extent(columns), plan.itemsize(view))
+
+    def pieces(self, r: Registers, rows: OwnRows, n: int, row: int, lane: Any) -> list[cute.Tensor]:
+        """A row of an output, as `wide.store` takes it."""
+        blocks = self.plan.extent(self.columns_of(n)) // 8
+        return pieces(lambda block: self.numbers(r, rows, n, row, block), blocks, lane)
+
+    def row_start(
+        self, rows: OwnRows, thread: SumsThread, n: int, row: int, aligned: int
+    ) -> cute.Pointer:
+        """The place of a row's first column, a multiple of ``aligned`` elements."""
+        view = self.plan.outputs[n].view
+        at = {**thread.place.batch, self.plan.rows: rows.at[row]}
+        offset = cute.assume(self.p.offset(view, at, thread.tensors), divby=aligned)
+        return thread.tensors[view.argument].iterator + offset
 
     @cute.jit
     def store_row(self, r, rows, thread, n: cutlass.Constexpr, row: cutlass.Constexpr):
         """Store this thread's columns of a row of one output, in pairs."""
-        plan, output = self.plan, self.plan.outputs[n]
-        columns = self.columns_of(n)
-        dtype = dtype_of(plan, output.view)
-        at = {**thread.place.batch, plan.rows: rows.at[row]}
-        base = thread.tensors[output.view.argument].iterator
-        offset = self.p.offset(output.view, at, thread.tensors)
-        given = dict(zip(plan.row_vectors, rows.values[row], strict=True))
-        for block in cutlass.range_constexpr(plan.width(columns) // 8):
+        columns, start = self.columns_of(n), self.row_start(rows, thread, n, row, 2)
+        for block in cutlass.range_constexpr(self.plan.width(columns) // 8):
             column = 8 * block + 2 * (thread.lane % 4)
-            if column < plan.extent(columns):
-                register = fragment(2, dtype)
-                for b in cutlass.range_constexpr(2):
-                    i = 4 * block + 2 * row + b
-                    known = given | {
-                        s.final: x[i] for s, x in zip(plan.sums, r.results, strict=True)
-                    }
-                    leaves = [known[v] for v in output.expression.leaves]
-                    x = Float32(output.expression.evaluate(leaves, self.p.math))
-                    register[b] = x.to(dtype)
-                target = neighbours(base + cute.assume(offset + column, divby=2), 2)
+            if column < self.plan.extent(columns):
+                register = self.numbers(r, rows, n, row, block)
+                target = neighbours(start + cute.assume(column, divby=2), 2)
                 cute.autovec_copy(register, target)
+
+    def numbers(self, r: Registers, rows: OwnRows, n: int, row: int, block: int) -> cute.Tensor:
+        """A thread's two numbers of a block of 8 columns, of one of its rows of an output."""
+        plan, output = self.plan, self.plan.outputs[n]
+        register = fragment(2, dtype_of(plan, output.view))
+        given = dict(zip(plan.row_vectors, rows.values[row], strict=True))
+        for b in range(2):
+            i = 4 * block + 2 * row + b
+            known = given | {s.final: x[i] for s, x in zip(plan.sums, r.results, strict=True)}
+            leaves = [known[v] for v in output.expression.leaves]
+            x = Float32(output.expression.evaluate(leaves, self.p.math))
+            register[b] = x.to(register.element_type)
+        return register
 
     @cute.jit
     def store_unseen(self, rows, thread, span):

@@ -15,7 +15,7 @@ from cutesuper.device.architecture import products
 from cutesuper.device.math import ScoreMath
 from cutesuper.device.memory import element
 from cutesuper.device.products import Products
-from cutesuper.skeletons.attention.kernel.rows import masked_length, masked_offset
+from cutesuper.skeletons.attention.kernel.rows import longest_first, masked_length, masked_offset
 from cutesuper.skeletons.attention.plan import ROW_BLOCK, Mask
 from cutesuper.skeletons.attention.sums.plan import Sight, SumsPlan
 from cutesuper.skeletons.base import View
@@ -63,7 +63,7 @@ class Places:
         self.dtype = ELEMENT[plan.dtype]
         self.math = ScoreMath()
         self.row_tile = ROW_BLOCK * plan.schedule.row_groups
-        # rows that see most come first, so that short blocks fill the last wave
+        #: true if the last rows see most
         self.last_first = any(s.mask.rows and not s.across for s in plan.sights)
 
     def matrix(
@@ -80,10 +80,7 @@ class Places:
 
     def blocks(self, tensors: list[cute.Tensor]) -> Any:
         """Number of blocks."""
-        count = self.tiles(tensors)
-        for d in self.plan.batch:
-            count = count * self.extents.of(d, tensors)
-        return count
+        return self.tiles(tensors) * self.extents.count(self.plan.batch, tensors)
 
     def tiles(self, tensors: list[cute.Tensor]) -> Any:
         """Number of tiles of rows."""
@@ -93,10 +90,13 @@ class Places:
         """Work of this block."""
         plan = self.plan
         index, _, _ = cute.arch.block_idx()
-        tiles = self.tiles(tensors)
+        tiles, members = self.tiles(tensors), self.extents.count(plan.batch, tensors)
+        walked = self.extents.of(plan.loop, tensors) * self.turns(tensors)
         tile, z = index % tiles, index // tiles
-        if self.last_first:
-            tile = tiles - 1 - tile
+        if any(s.mask.rows for s in plan.sights):
+            tile, z = longest_first(index, tiles, members, plan.loop_together // walked)
+            if self.last_first:
+                tile = tiles - 1 - tile
         batch = unravel(z, {d: self.extents.of(d, tensors) for d in plan.batch})
         lengths, offsets = [], []
         for sight in plan.sights:

@@ -20,6 +20,7 @@ from cutesuper.skeletons.attention.plan import (
     DEPTH,
     ROW_BLOCK,
     THREAD_REGISTERS,
+    TOGETHER_BYTES,
     Mask,
 )
 from cutesuper.skeletons.attention.sums.schedule import SumsSchedule
@@ -323,6 +324,11 @@ class SumsPlan(Plan[SumsSchedule]):
         """Shared memory of a stage, in bytes."""
         width = sum(self.width(self.inner(i)) for i in self.streams)
         return self.loop_tile * (self.element_bytes * width + 4 * len(self.loop_vectors))
+
+    @property
+    def loop_together(self) -> int:
+        """Elements of all walks of blocks that take turns, if a mask makes some shorter."""
+        return TOGETHER_BYTES * self.loop_tile // self.stage_bytes
 
     @property
     def shared_bytes(self) -> int:
