@@ -15,7 +15,7 @@ from cutesuper.device.fragments import fragment
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.pipeline import Slot
 from cutesuper.device.products import Consumers, Product, Products
-from cutesuper.skeletons.attention.kernel.context import TURN_BARRIER, Known, RowFacts
+from cutesuper.skeletons.attention.kernel.context import TURN_BARRIER, Here, Known, RowFacts
 from cutesuper.skeletons.attention.kernel.join import Join
 from cutesuper.skeletons.attention.kernel.keys import KeyValues
 from cutesuper.skeletons.attention.kernel.rows import Rows
@@ -64,10 +64,13 @@ class Consumer:
         self.join = Join(known, rows)
         self.warpgroups = Consumers(known.warpgroups, together=known.plan.schedule.together)
         even = known.steps is not None and known.steps % known.key_groups == 0
-        #: True if two warpgroups along the keys take turns in issuing their products, so that they
-        #: do not drift together (16x256 queries and 4096 keys: 17.1 us, 18.1 without). Those along
-        #: the rows walk long loops, and gain nothing
-        self.turns = known.plan.schedule.overlapped and known.key_groups == 2 and even
+        #: True if two warpgroups have rows of their own
+        self.apart = known.row_groups > 1 and not known.plan.schedule.together
+        #: True if two warpgroups take turns in issuing their products, so that they do not drift
+        #: together
+        self.turns = known.plan.schedule.overlapped and (
+            self.apart or (known.key_groups == 2 and even)
+        )
 
     @cute.jit
     def run(self, here, lead, first, count):
@@ -136,7 +139,7 @@ class Consumer:
             cores.wait(0)
             cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
-            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
+            self.weigh(chain, at, keys, here, beside)
             self.pack(chain)
             self.scores.rescale(chain.result, chain.state)
             value_ring.wait(at)
@@ -173,7 +176,7 @@ class Consumer:
             cores.wait(0)
             cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
-            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
+            self.weigh(chain, at, keys, here, beside)
             self.pack(chain)
         for _ in cutlass.range(1, steps, unroll=1):
             at = key_ring.skip(at, self.k.key_groups)
@@ -192,16 +195,19 @@ class Consumer:
             cores.wait(1)
             cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
-            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here, beside)
-            if cutlass.const_expr(self.k.row_groups > 1 and not self.k.plan.schedule.together):
-                # Full already. The branch of this wait keeps the exponentials in front of the next
-                # one, behind which ptxas had moved them: 3764 us without, 3488 with it at 16384
-                # causal tokens, 629 and 571 at 8192 with heads of 64. In the short loops of
-                # warpgroups along the keys it costs more than it gains: 6.7 and 6.8 us
+            if cutlass.const_expr(self.apart):
+                # The wait for a stage that is full already has a branch, which keeps the maxima in
+                # front of the product's end: ptxas had moved all behind it. With the exponentials
+                # in front as well, the warpgroups drift: 3579 us at 16384 causal tokens, 3494 so
+                found = self.maxima(chain, at, keys, here, beside)
                 value_ring.wait(before)
-            cores.wait(0)
-            cores.add(chain.products[1], chain.result)
-            self.release(value_ring, before.stage, here.lane)
+                self.end_values(chain, before.stage, here)
+                self.scores.weigh(
+                    chain.scores, chain.state, found, at, chain.rows, keys, here, beside
+                )
+            else:
+                self.weigh(chain, at, keys, here, beside)
+                self.end_values(chain, before.stage, here)
             self.scores.rescale(chain.result, chain.state)
             # only now: packed earlier, the weights get the registers of those being multiplied, and
             # the compiler serialises all products
@@ -218,6 +224,24 @@ class Consumer:
             cores.wait(0)
             cores.add(chain.products[1], chain.result)
             # no release: nothing is loaded into this stage any more
+
+    def maxima(self, chain: Chain, at: Slot, keys: Any, here: Here, beside: Any) -> Any:
+        """Do what comes before the exponentials of a tile; see `Scores.maxima`."""
+        scores = chain.scores, chain.state
+        return self.scores.maxima(*scores, at, chain.rows, keys, here, beside)
+
+    def weigh(self, chain: Chain, at: Slot, keys: Any, here: Here, beside: Any) -> None:
+        """Replace the scores of a tile by weights."""
+        found = self.maxima(chain, at, keys, here, beside)
+        scores = chain.scores, chain.state
+        self.scores.weigh(*scores, found, at, chain.rows, keys, here, beside)
+
+    @cute.jit
+    def end_values(self, chain, stage, here):
+        """Wait for the product of values, and give its stage back."""
+        chain.cores.wait(0)
+        chain.cores.add(chain.products[1], chain.result)
+        self.release(here.memory.value_ring, stage, here.lane)
 
     def pack(self, chain: Chain) -> None:
         """Make the weights an operand."""
