@@ -3,6 +3,7 @@ needed."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,21 @@ def test_attention_compiles(name: str, golden: Any) -> None:
     lines += [f"{k:<12}{r.instructions[k]:>4}" for k in KEPT if r.instructions.get(k)]
     golden(f"instructions/attention_{name}.txt", "\n".join(lines))
     golden(f"plans/attention_{name}.txt", plan_text("k0", plan))
+
+
+@needs_sass
+def test_maxima_are_found_during_the_product_of_values() -> None:
+    """What the compiler does with the order of the loop decides its speed: docs/notebook."""
+    plan = plan_of(*CASES["rows_128"])
+    waits = r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[01])"
+    _, *found = re.split(waits, compiled(plan).sass)
+    parts = dict(zip(found[::2], found[1::2], strict=True))
+    own = (
+        2 * plan.key_tile // 4
+    )  # numbers of a thread: two rows, of which four threads have columns
+    assert parts["0x1"].count("FMNMX") >= own - 2
+    assert parts["0x1"].count("MUFU.EX2") <= 2
+    assert "STG" in parts["0x0"], "the last wait is that behind the loop"
 
 
 @needs_sass
