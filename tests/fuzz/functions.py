@@ -437,6 +437,12 @@ def _limited(x: Tensor, largest: float) -> Tensor:
 def stored(f: Function, inputs: list[Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     """The function in float64, whose values, and their gradients, have the range of the element
     types that PyTorch has for them: any of them may be stored."""
+    largest = cycle([reach(kind) for kind in kinds_of(f, inputs)])
+    return f.callable(exact=True, each=lambda y: _Limited.apply(y, next(largest)))
+
+
+def kinds_of(f: Function, inputs: list[Tensor]) -> list[torch.dtype]:
+    """The element types that PyTorch has for the values of a function, in order."""
     kinds: list[torch.dtype] = []
 
     def seen(y: Tensor) -> Tensor:
@@ -444,8 +450,7 @@ def stored(f: Function, inputs: list[Tensor]) -> Callable[..., tuple[Tensor, ...
         return y
 
     f.callable(each=seen)(*inputs)
-    largest = cycle([reach(kind) for kind in kinds])
-    return f.callable(exact=True, each=lambda y: _Limited.apply(y, next(largest)))
+    return kinds
 
 
 def wanted_of(f: Function, inputs: list[Tensor]) -> list[Expected]:
@@ -470,16 +475,22 @@ def gradients_wanted(f: Function, inputs: list[Tensor]) -> list[Expected]:
     Where PyTorch's is NaN in float64 there is no derivative (of the root of an absolute value at 0,
     for instance, infinity times 0), and nothing is known of it.
     """
-    exact = _gradients(f.callable(exact=True), [x.double() for x in inputs])
+    double = [x.double() for x in inputs]
+    exact, u = _gradients(f.callable(exact=True), double), max(unit(x.dtype) for x in inputs)
     try:
         eager = _gradients(f.callable(), inputs)
     except RuntimeError:  # PyTorch has none for some operators of two element types
         eager = [v.to(x.dtype) for v, x in zip(exact, inputs, strict=True)]
-    u, double = max(unit(x.dtype) for x in inputs), [x.double() for x in inputs]
+        # its roundings of values and of their gradients are not among the samples then; a product
+        # by 1 draws some also for casts, which are no operators in float64
+        u = max(u, *(unit(kind) for kind in kinds_of(f, inputs) if kind.is_floating_point))
+        noisy = f.callable(exact=True, each=lambda y: y * 1.0 if y.is_floating_point() else y)
+    else:
+        noisy = f.callable(exact=True)
     runs = []
     for seed in range(NOISY):
         with Noise(u, seed):
-            runs.append(_gradients(f.callable(exact=True), double))
+            runs.append(_gradients(noisy, double))
     with torch.no_grad():
         limited = stored(f, inputs)
     runs.append(_gradients(limited, double))
