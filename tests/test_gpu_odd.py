@@ -65,6 +65,18 @@ def test_operands_in_any_order(name: str) -> None:
 
 
 @pytest.mark.ptx
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_row_that_becomes_a_column(dtype: str) -> None:
+    """Its bulk load has as many dimensions as the descriptor, whose extent of 1 does not vanish."""
+    g = cs.new_kernel_graph()
+    x, w = g.new_input((1, 48), dtype), g.new_input((264, 48), dtype)
+    g.mark_output(g.transpose(g.matmul(x, g.transpose(w))))
+    kernel = cs.superoptimize(g)
+    assert kernel.resources.ptx["wgmma.mma_async"]
+    check(kernel, zoo.draw(g, 2, "cuda"))
+
+
+@pytest.mark.ptx
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 def test_few_rows_of_many_batches(norm: bool) -> None:
     """The batches are the rows: four products of as many rows as there are batches."""

@@ -37,9 +37,9 @@ ATTENTION = AttentionRates(
     ramp_us=1.8,
     # 256 rows of 2 heads in C8: 6.4 with tiles of 128 keys, 7.06 with 64
     step_us=0.265,
-    # causal positions, 32 heads on 8, 128 columns: 2048 take 63.0, 4096 236.6, 16384 3488; 8192 and
-    # 64 columns 571; all of 4096 positions 450 and 320
-    apart_us=0.16,
+    # causal positions, 32 heads on 8, 128 columns: 2048 take 63.0, 4096 221, 8192 853, 16384 3381;
+    # 8192 and 64 columns 571 to 659; all of 4096 positions 447 and 322
+    apart_us=0.12,
     # 16 per cycle at 1.75 GHz
     exps_per_us=16 * 1750,
     # estimate: norms of Q and V of 256 rows take 7.7 (2 heads) and 18.2 (16 heads) where the same

@@ -101,7 +101,7 @@ def labelled(
     """The argument behind ``view`` with one mode for each of ``labels``, for bulk copies.
     These have coordinates, not offsets. Strides that are known stay so, whatever the tensor's size:
     a descriptor has five dimensions, and only modes whose strides are known become one."""
-    shape = tuple(extents.of(d, tensors) for d in labels)
+    shape = tuple(described(extents.of(d, tensors)) for d in labels)
     stride = tuple(
         extents.stride(view, d, tensors) if view.growth(d) else view.stride(d) for d in labels
     )
@@ -124,8 +124,8 @@ def unravel(index: Any, counts: dict[str, Any]) -> dict[str, Any]:
 
 def described(extent: Any) -> Any:
     """An extent for a TMA descriptor.
-    A static 1 is replaced, because it would vanish, and the descriptor would then not fit its
-    box."""
+    A static 1 is replaced, because it would vanish: the descriptor would then not fit its box, or
+    its instruction have fewer dimensions than it, which a GPU calls an illegal instruction."""
     return Int32(1) if isinstance(extent, int) and extent == 1 else extent
 
 

@@ -19,7 +19,7 @@ from cutesuper.device.memory import EVICT_FIRST
 from cutesuper.device.pipeline import Ring
 from cutesuper.device.products import FREE_BARRIER, Products
 from cutesuper.skeletons.attention.plan import AttentionPlan
-from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, batch_labels, described, labelled
+from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, batch_labels, labelled
 
 #: named barriers: one per warpgroup, one for warpgroups that share rows, and one for taking turns;
 #: behind those of products, one for values that have been cleared
@@ -102,9 +102,7 @@ class Known:
 
     def matrix(self, view: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]) -> cute.Tensor:
         """An operand as TMA loads see it, with modes (labels..., its batch labels...)."""
-        tensor = labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
-        shape = tuple(described(n) for n in tensor.shape)
-        return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
+        return labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
 
 
 @dataclass(frozen=True)

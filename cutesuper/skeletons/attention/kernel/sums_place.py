@@ -19,7 +19,7 @@ from cutesuper.skeletons.attention.kernel.rows import longest_first, masked_leng
 from cutesuper.skeletons.attention.plan import ROW_BLOCK, Mask
 from cutesuper.skeletons.attention.sums.plan import Sight, SumsPlan
 from cutesuper.skeletons.base import View
-from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, described, labelled, unravel
+from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, labelled, unravel
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,7 @@ class Places:
         self, view: View, labels: tuple[str, ...], tensors: list[cute.Tensor]
     ) -> cute.Tensor:
         """An operand as TMA loads see it, with modes (labels..., its other labels...)."""
-        tensor = labelled(self.extents, view, (*labels, *self.others(view, labels)), tensors)
-        shape = tuple(described(n) for n in tensor.shape)
-        return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
+        return labelled(self.extents, view, (*labels, *self.others(view, labels)), tensors)
 
     def others(self, view: View, labels: tuple[str, ...]) -> tuple[str, ...]:
         """The labels of an operand besides those of its tiles."""

@@ -22,7 +22,6 @@ from cutesuper.skeletons.kernel.arguments import (
     ELEMENT,
     Extents,
     batch_labels,
-    described,
     labelled,
     unravel,
 )
@@ -205,8 +204,6 @@ class Known:
         plan = self.plan
         batch = self.batch_of(view)
         plain = labelled(self.extents, view, (plan.row, inner, *batch), tensors)
-        shape = (described(plain.shape[0]), *plain.shape[1:])
-        plain = cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=plain.stride))
         if not chunked:
             return plain
         k, chunk = plan.program.dims[inner], plan.chunk
