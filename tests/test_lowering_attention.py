@@ -106,9 +106,7 @@ def test_maxima_are_found_during_the_product_of_values() -> None:
     waits = r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[01])"
     _, *found = re.split(waits, compiled(plan).sass)
     parts = dict(zip(found[::2], found[1::2], strict=True))
-    own = (
-        2 * plan.key_tile // 4
-    )  # numbers of a thread: two rows, of which four threads have columns
+    own = 2 * plan.key_tile // 4  # numbers of a thread: of two rows, which four threads share
     assert parts["0x1"].count("FMNMX") >= own - 2
     assert parts["0x1"].count("MUFU.EX2") <= 2
     assert "STG" in parts["0x0"], "the last wait is that behind the loop"

@@ -139,7 +139,8 @@ class Consumer:
             cores.wait(0)
             cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
-            self.weigh(chain, at, keys, here, beside)
+            found = self.maxima(chain, at, keys, here, beside)
+            self.weigh(chain, found, at, keys, here, beside)
             self.pack(chain)
             self.scores.rescale(chain.result, chain.state)
             value_ring.wait(at)
@@ -176,7 +177,8 @@ class Consumer:
             cores.wait(0)
             cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
-            self.weigh(chain, at, keys, here, beside)
+            found = self.maxima(chain, at, keys, here, beside)
+            self.weigh(chain, found, at, keys, here, beside)
             self.pack(chain)
         for _ in cutlass.range(1, steps, unroll=1):
             at = key_ring.skip(at, self.k.key_groups)
@@ -195,18 +197,15 @@ class Consumer:
             cores.wait(1)
             cores.fetch(chain.products[0], chain.scores)
             self.release(key_ring, at.stage, here.lane)
+            found = self.maxima(chain, at, keys, here, beside)
             if cutlass.const_expr(self.apart):
                 # The wait for a stage that is full already has a branch, which keeps the maxima in
                 # front of the product's end: ptxas had moved all behind it. With the exponentials
                 # in front as well, the warpgroups drift: 3579 us at 16384 causal tokens, 3494 so
-                found = self.maxima(chain, at, keys, here, beside)
                 value_ring.wait(before)
                 self.end_values(chain, before.stage, here)
-                self.scores.weigh(
-                    chain.scores, chain.state, found, at, chain.rows, keys, here, beside
-                )
-            else:
-                self.weigh(chain, at, keys, here, beside)
+            self.weigh(chain, found, at, keys, here, beside)
+            if cutlass.const_expr(not self.apart):
                 self.end_values(chain, before.stage, here)
             self.scores.rescale(chain.result, chain.state)
             # only now: packed earlier, the weights get the registers of those being multiplied, and
@@ -227,14 +226,11 @@ class Consumer:
 
     def maxima(self, chain: Chain, at: Slot, keys: Any, here: Here, beside: Any) -> Any:
         """Do what comes before the exponentials of a tile; see `Scores.maxima`."""
-        scores = chain.scores, chain.state
-        return self.scores.maxima(*scores, at, chain.rows, keys, here, beside)
+        return self.scores.maxima(chain.scores, chain.state, at, chain.rows, keys, here, beside)
 
-    def weigh(self, chain: Chain, at: Slot, keys: Any, here: Here, beside: Any) -> None:
-        """Replace the scores of a tile by weights."""
-        found = self.maxima(chain, at, keys, here, beside)
-        scores = chain.scores, chain.state
-        self.scores.weigh(*scores, found, at, chain.rows, keys, here, beside)
+    def weigh(self, chain: Chain, found: Any, at: Slot, keys: Any, here: Here, beside: Any) -> None:
+        """Replace the scores of a tile by weights, with the maxima that were ``found``."""
+        self.scores.weigh(chain.scores, chain.state, found, at, chain.rows, keys, here, beside)
 
     @cute.jit
     def end_values(self, chain, stage, here):
