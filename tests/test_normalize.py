@@ -30,6 +30,10 @@ def all_quotients(program: BlockProgram) -> set[int]:
     return {i for i, op in enumerate(program.ops) if op.facets.divides}
 
 
+def all_products(program: BlockProgram) -> set[int]:
+    return {i for i, op in enumerate(program.ops) if op.facets.powers}
+
+
 def kinds(program: BlockProgram) -> list[str]:
     return [op.kind for op in program.ops]
 
@@ -65,6 +69,24 @@ def test_a_root_becomes_a_reciprocal_root_and_stays_for_other_uses() -> None:
     b.store("S", root, "M")
     p = with_reciprocals(b.step().program, all_quotients(b.step().program))
     assert kinds(p) == ["load", "mean", "sqrt", "rsqrt", "mul", "store", "store"]
+
+
+def test_factors_of_a_divisor_have_reciprocals_of_their_own() -> None:
+    b = rows()
+    x, g = b.load("X", "M", "N"), b.load("G", "M")
+    s = b.op("sum", x, over="N")
+    divisor = b.op("div", b.op("mul", s, b.op("square", g)), s)
+    b.store("Z", b.op("div", x, divisor), "M", "N")
+    old = b.step().program
+    p = with_reciprocals(old, {6}, all_products(old))
+    assert kinds(p) == [
+        "load", "load", "constant", "div", "sum", "constant", "div", "mul", "mul", "mul", "mul",
+        "store",
+    ]  # fmt: skip
+    assert [p.ops[i].inputs for i in (7, 8, 9, 10)] == [(3, 3), (6, 7), (8, 4), (0, 9)]
+    b.store("D", divisor, "M")
+    kept = with_reciprocals(b.step().program, {6}, all_products(old))
+    assert kinds(kept).count("square") == 1 and kinds(kept).count("store") == 2
 
 
 def test_statistics_divide_tiles() -> None:
@@ -122,6 +144,19 @@ def test_planned_row_loops(name: str) -> None:
 def test_planned_attention(name: str) -> None:
     attention, _ = test_lowering_attention.CASES[name]
     assert check_planned(attention.graph(), attention.mugraph())
+
+
+def test_factors_of_divisors() -> None:
+    g = KernelGraph()
+    x, y = g.new_input((8, 64), "bfloat16"), g.new_input((8, 1), "bfloat16")
+    total = g.add(g.sum(x, dim=-1), 9.0)
+    g.mark_output(g.div(x, g.mul(g.square(y), g.div(total, g.exp(y)))))
+    mu = search(g, H200).candidates[0].mugraph
+    [program] = (s.program for s in mu.steps)
+    quotients, products = all_quotients(program), all_products(program)
+    made = with_reciprocals(program, quotients, products)
+    assert made != with_reciprocals(program, quotients)
+    check(g, mu, [made])
 
 
 def test_random_programs() -> None:

@@ -13,25 +13,58 @@ from cutesuper.ir.block import BlockOp, BlockProgram, Copy
 from cutesuper.ir.operators.base import CONSTANT
 
 
-def with_reciprocals(program: BlockProgram, quotients: Collection[int]) -> BlockProgram:
+def with_reciprocals(
+    program: BlockProgram, quotients: Collection[int], products: Collection[int] = ()
+) -> BlockProgram:
     """The program with some of its quotients as products.
 
     A root that only divided becomes a reciprocal root in its place, so that the operations of a
-    norm keep their numbers, by which errors name them.
+    norm keep their numbers, by which errors name them. Of ``products`` (their indices) that divide,
+    the reciprocals are made factor by factor: ``div(1, s) * div(1, x)`` for ``div(1, mul(s, x))``.
     """
     ops = program.ops
     divisors = {ops[i].inputs[1] for i in quotients}
-    kept = {j for i, op in enumerate(ops) for j in op.inputs[: 1 if i in quotients else None]}
+    for i in sorted(divisors.union(products), reverse=True):
+        if i in products and i in divisors:
+            divisors |= {j for j, power in _factors(ops[i]) if power > 0}
+    split = divisors.intersection(products)
+    kept = _kept(program, quotients, split)
     made, inverses = Copy(program), dict[int, int]()
     for i, op in enumerate(ops):
-        if i in quotients:
+        only_divides = i not in kept and (i in split or (i in divisors and op.facets.reciprocal))
+        if i in quotients and not only_divides:
             value, divisor = op.inputs
             made.place[i] = made.add("mul", [made.place[value], inverses[divisor]], op.dims)
-        elif i in kept or i not in divisors or op.facets.reciprocal is None:
+        elif not only_divides:
             made.copy(i, made.inputs(i))
-        if i in divisors:
+        if i in split:
+            factors = [
+                inverses[j] if power > 0 else made.place[j]
+                for j, power in _factors(op)
+                for _ in range(abs(power))
+            ]
+            inverses[i] = made.add("mul", factors, op.dims)
+        elif i in divisors:
             inverses[i] = _inverse(made, i)
     return made.program() if quotients else program
+
+
+def _factors(op: BlockOp) -> list[tuple[int, int]]:
+    """The operands of a product or quotient, with their powers."""
+    return list(zip(op.inputs, op.facets.powers or (), strict=True))
+
+
+def _kept(program: BlockProgram, quotients: Collection[int], split: Collection[int]) -> set[int]:
+    """Operations whose result is read by others than as a divisor."""
+    kept: set[int] = set()
+    for i in reversed(range(len(program.ops))):
+        op = program.ops[i]
+        if i in split and i not in kept:
+            kept |= {j for j, power in _factors(op) if power < 0}
+        else:
+            kept.update(op.inputs[: 1 if i in quotients else None])
+            kept |= {j for j, power in _factors(op) if power < 0} if i in split else set()
+    return kept
 
 
 def _inverse(made: Copy, i: int) -> int:

@@ -68,7 +68,7 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "hypot": torch.hypot,
     "atan2": torch.atan2,
     "copysign": torch.copysign,
-    "floor_divide": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "floor_divide": partial(torch.div, rounding_mode="floor"),
     "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
     "hide": lambda c, x: torch.where(c > 0.5, x, -torch.inf),
     "lift": lambda c, x: torch.where(c > 0.5, x, torch.inf),
