@@ -226,6 +226,23 @@ def scaled_heads(m: Dim, heads: int, n: int, grid: int, rows: int, dtype: DType 
     return g, one_kernel(g, b.step("scaled_heads"), "y", "dw")
 
 
+def gain_of_columns(m: Dim, n: int, grid: int, rows: int, dtype: DType = bfloat16) -> Case:
+    """x [M, N] times exp(w) [N], and the gradient of w for it: a function of the columns that is
+    needed in every row, and again when the sums are finished."""
+    g = new_kernel_graph()
+    (x,) = _inputs(g, (m, n), "x", dtype)
+    (w,) = _inputs(g, (n,), "w", dtype)
+    gain = g.exp(w)
+    g.mark_output(x * gain)
+    g.mark_output(g.sum(x, 0) * gain)
+
+    b = rows_of(m, n, grid, rows)
+    bx, bgain = b.load("x", "M", "N"), b.op("exp", b.load("w", "N"))
+    b.store("y", b.op("mul", bx, bgain), "M", "N")
+    b.store("dw", b.op("mul", over_rows(b, bx), bgain), None, "N")
+    return g, one_kernel(g, b.step("gain_of_columns"), "y", "dw")
+
+
 def maximum_and_sum(m: Dim, n: int, grid: int, rows: int, dtype: DType = bfloat16) -> Case:
     """The maximum and the sum of x [M, N] over M: two ways to combine in one kernel."""
     g = new_kernel_graph()

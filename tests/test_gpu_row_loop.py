@@ -31,6 +31,7 @@ from tests.row_programs import (
     batched_sum,
     causal_softmax,
     column_sum,
+    gain_of_columns,
     layer_norm_backward,
     losses,
     maximum_and_sum,
@@ -150,6 +151,12 @@ def test_programs(name: str) -> None:
     kernel = row_kernel(FIXED[name]())
     for seed in range(2):
         same_bits(kernel, zoo.draw(kernel.graph, seed, "cuda"))
+
+
+@pytest.mark.ptx
+def test_functions_of_columns_beside_sums() -> None:
+    kernel = row_kernel(gain_of_columns(37, 72, 4, 2))
+    same_bits(kernel, zoo.draw(kernel.graph, 0, "cuda"))
 
 
 M = Symbol("M", 4096)

@@ -387,7 +387,7 @@ def number_in_every_column() -> RowLoopPlan:
 def mixed_with_the_loop() -> RowLoopPlan:
     b = _rows()
     y = over_rows(b, b.load("x", "M", "N"))
-    b.store("y", b.op("mul", y, b.op("exp", b.load("w", "N"))), None, "N")
+    b.store("y", b.op("mul", y, b.op("sum", b.load("w", "N"), over="N")), None, "N")
     return planned_block(b, {"x": (4096, 64), "w": (64,), "y": (1, 64)})
 
 

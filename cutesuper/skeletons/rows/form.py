@@ -41,6 +41,8 @@ MAX_RESIDENT = 65536 - 32 * LARGE
 MAX_CLUSTER_ROW = 262144
 #: longest row of which places are found: they are numbers of fp32
 MAX_PLACE = 1 << 24
+#: why every block would store an output
+OF_NO_ROWS = "an output that does not depend on the rows"
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class PersistentForm:
                     return "a sum over rows, which one block has, is needed in every column"
             combined = any(name.endswith(AxisKind.GRID) for name, _ in states[i].closed)
             if op.kind == STORE and not combined and self.visited not in op.dims:
-                return "an output that does not depend on the rows"
+                return OF_NO_ROWS
         return None
 
 
@@ -315,6 +317,7 @@ def persistent_form(region: Region, program: LabelledProgram, target: Target) ->
             "partial results there are must be known"
         )
     _check_reductions(program, row, summed, {*summed, *others})
+    _check_outputs(program, visited, set(summed))
     _check_orders(program, row)
     held = row_bytes(region, program, {row, visited})
     reduced = row in program.reduced
@@ -381,6 +384,15 @@ def _visited_first(program: LabelledProgram, summed: list[str]) -> list[str]:
         key=lambda d: (isinstance(program.dims[d], Symbol), extent(program.dims[d])),
     )
     return [first, *(d for d in summed if d != first)]
+
+
+def _check_outputs(program: LabelledProgram, visited: str, summed: set[str]) -> None:
+    """Check that each output has the rows that are visited, or sums over rows. Raises SearchError.
+    Whatever its structure is: found at once, while every structure of 31 operators took 2 s."""
+    reduced = reduced_before(program)
+    for i, _ in program.outputs:
+        if visited not in program.ops[i].labels and summed.isdisjoint(reduced[i]):
+            raise SearchError(OF_NO_ROWS)
 
 
 def _check_reductions(

@@ -264,14 +264,28 @@ def _levels(
         )
         parts = tuple(k for k, s in enumerate(sums) if level[s.source] == n)
         found.append(Level(reductions, parts, stores))
+    computed = after | _beside_sums(program, {d for s in sums for d in program.ops[s.final].dims})
     for i in sorted(after - set(chain)):
         op = program.ops[i]
-        if any(j not in after and program.ops[j].kind not in (LOAD, CONSTANT) for j in op.inputs):
+        if any(j not in computed and program.ops[j].kind != LOAD for j in op.inputs):
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) mixes a sum over rows with "
                 "what is computed in the loop"
             )
     return tuple(found)
+
+
+def _beside_sums(program: BlockProgram, labels: set[str]) -> set[int]:
+    """Constants and element-wise functions of loads without the rows: whoever finishes a sum, with
+    these labels, computes them, too."""
+    found: set[int] = set()
+    for i, op in enumerate(program.ops):
+        of_loads = all(j in found or program.ops[j].kind == LOAD for j in op.inputs)
+        if op.kind == CONSTANT or (
+            op.facets.elementwise and of_loads and labels.issuperset(op.dims)
+        ):
+            found.add(i)
+    return found
 
 
 def check_views(
