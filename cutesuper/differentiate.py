@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cutesuper.autodiff.gradient import Split, split
 from cutesuper.errors import CutesuperError, GraphError
+from cutesuper.garbage import seldom_collected
 from cutesuper.ir.dims import Symbol, show_shape
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.subgraph import only
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cutesuper.runtime.gradient import Gradient
 
 
+@seldom_collected()
 def gradient_of(prospect: Prospect, kernel: Kernel, wrt: tuple[str, ...]) -> Gradient:
     """Cut a kernel's program and its derivative in two, and make kernels of both parts.
 

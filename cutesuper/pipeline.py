@@ -23,6 +23,7 @@ from cutesuper.errors import (
     VerificationError,
     frameless,
 )
+from cutesuper.garbage import seldom_collected
 from cutesuper.ir.arguments import check_options
 from cutesuper.ir.block import MuGraph, TensorSpec
 from cutesuper.ir.check import check_graph, check_kernel_graph
@@ -280,6 +281,7 @@ def best_kernel(graph: KernelGraph, *, target: Target | str | None = None) -> Ke
     return Kernel(graph, as_target(target), lambda hints: variant, single=True)
 
 
+@seldom_collected()
 def mugraphs(
     graph: KernelGraph,
     *,
@@ -379,6 +381,7 @@ def current_target() -> Target:
     )
 
 
+@seldom_collected()
 def find(
     graph: KernelGraph,
     options: Options,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from cutesuper.garbage import SELDOM
 from cutesuper.runtime.cache import ROOT_VARIABLE
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -75,7 +76,7 @@ _modules_at_last_freeze = [0]
 def pytest_collection_finish() -> None:
     """Look for garbage seldom, and let PyTorch look for its own operators once: it does for each of
     the namespaces at each export, 60 ms, which finds nothing new."""
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(*SELDOM)
     exports: Any = sys.modules.get("torch._export.utils")
     if hasattr(exports, "_materialize_cpp_cia_ops"):
         exports._materialize_cpp_cia_ops = cache(exports._materialize_cpp_cia_ops)

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "cutesuper"
 #: packages and modules of the top level and of `torch`, lowest first; those of one line may not
 #: import each other, but for the road itself and what stands on its top
 LAYERS = (
-    ("errors", "version"),
+    ("errors", "garbage", "version"),
     ("ir",),
     ("device", "targets", "autodiff", "egraph", "verify", "show"),
     ("skeletons",),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from cutesuper.errors import CompileError, CutesuperError
+from cutesuper.garbage import seldom_collected
 from cutesuper.runtime import dsl
 from cutesuper.runtime.cache import (
     CUBIN,
@@ -320,6 +321,7 @@ def _entry_of(
         return _compile(request, cache, flavour, digest), False
 
 
+@seldom_collected()
 def _compile(
     request: CompileRequest, cache: KernelCache, flavour: Flavour, digest: str
 ) -> CacheEntry:

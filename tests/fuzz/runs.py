@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -133,9 +134,10 @@ def _finding(name: str, outcome: Outcome, replay: str, code: str, what: str = ""
 
 def text_of(found: dict[str, Any], options: str = "") -> str:
     """A finding for people, with the command that runs it again."""
+    again = f"python -m tests.fuzz {options}--replay {shlex.quote(found['replay'])}"
     return "\n".join([
         f"-- {found['key']}  (drawn as {found['drawn']})", found["detail"].rstrip(), "",
-        found["code"], "", f"python -m tests.fuzz {options}--replay '{found['replay']}'", "",
+        found["code"], "", again, "",
     ])  # fmt: skip
 
 

@@ -226,6 +226,18 @@ static uint16_t f32_to_bf16(float f)
     return (b + 0x7fff + (b >> 16 & 1)) >> 16;
 }
 
+/* rounded once: where a float does not hold the integer, towards 0 first, with an odd last bit */
+static uint16_t integer_to_bf16(long double x)
+{
+    float f = (float)x;
+    if ((long double)f != x) {
+        if (fabsl((long double)f) > fabsl(x))
+            f = nextafterf(f, 0);
+        f = as_f32(of_f32(f) | 1);
+    }
+    return f32_to_bf16(f);
+}
+
 /* kinds of 16-bit numbers: 0 f16, 1 bf16 */
 static float from16(int bf, uint16_t h) { return bf ? bf16_to_f32(h) : f16_to_f32(h); }
 static uint16_t to16(int bf, float f) { return bf ? f32_to_bf16(f) : f32_to_f16(f); }
@@ -1140,6 +1152,9 @@ static int run_queue(void)
     X("cvt.f16.s32", S32, f32_to_f16((float)a)) X("cvt.f16.u32", U32, f32_to_f16((float)a))        \
     X("cvt.f16.s64", S64, f32_to_f16((float)a)) X("cvt.f16.u64", U64, f32_to_f16((float)a))        \
     X("cvt.f16.s16", S16, f32_to_f16((float)a)) X("cvt.f16.u16", U16, f32_to_f16((float)a))        \
+    X("cvt.bf16.s32", S32, integer_to_bf16(a)) X("cvt.bf16.u32", U32, integer_to_bf16(a))          \
+    X("cvt.bf16.s64", S64, integer_to_bf16(a)) X("cvt.bf16.u64", U64, integer_to_bf16(a))          \
+    X("cvt.bf16.s16", S16, integer_to_bf16(a)) X("cvt.bf16.u16", U16, integer_to_bf16(a))          \
     X("cvt.f32.s8", U16, of_f32((float)(int8_t)a)) X("cvt.f32.u8", U16, of_f32((float)(a & 255)))  \
     X("cvt.rzi.s32.f32", U32, (U32)to_int(truncf(as_f32(a)), -0x1p31, 0x1p31 - 1))                 \
     X("cvt.rni.s32.f32", U32, (U32)to_int(rintf(as_f32(a)), -0x1p31, 0x1p31 - 1))                  \

@@ -276,8 +276,8 @@ def _levels(
 
 
 def _beside_sums(program: BlockProgram, labels: set[str]) -> set[int]:
-    """Constants and element-wise functions of loads without the rows: whoever finishes a sum, with
-    these labels, computes them, too."""
+    """Constants and element-wise functions of loads without the rows.
+    Whoever finishes sums, with these labels, computes them once more."""
     found: set[int] = set()
     for i, op in enumerate(program.ops):
         of_loads = all(j in found or program.ops[j].kind == LOAD for j in op.inputs)

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from cutesuper.garbage import seldom_collected
 from cutesuper.torch import internals
 from cutesuper.torch.aten.attention import without_seeds
 from cutesuper.torch.aten.length_masks import computed_again
@@ -53,6 +54,7 @@ def cutesuper(
     return compile_graph(gm, inputs, read_options(options, mode))
 
 
+@seldom_collected()
 def compile_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],

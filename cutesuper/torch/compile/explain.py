@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import OptionError
+from cutesuper.garbage import seldom_collected
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.backend import compile_graph
 from cutesuper.torch.compile.options import read_options
@@ -17,6 +18,7 @@ from cutesuper.torch.compile.report import GraphReport, Report
 from cutesuper.torch.internals import random_as_in_eager, run_eagerly
 
 
+@seldom_collected()
 def explain(
     model: Callable[..., Any],
     example_inputs: Sequence[Any] = (),

@@ -30,6 +30,7 @@ from cutesuper.errors import (
     ShapeError,
     TraceError,
 )
+from cutesuper.garbage import seldom_collected
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.pipeline import as_target
@@ -166,6 +167,7 @@ class _Tracer:
     options: dict[str, Any]
     kernels: dict[str, Kernel] = field(default_factory=dict[str, Kernel])
 
+    @seldom_collected()
     def __call__(
         self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
         recorded: bool,
