@@ -134,7 +134,9 @@ def test_faster(name: str) -> None:
         if v.measured_us is None:  # out of reach
             assert not v.taken and v.predicted_us > v.inductor_us * selection.REACH
             continue
-        assert v.taken == (v.measured_us <= v.inductor_us * (1 - selection.GAIN))
+        alone = v.measured_us <= v.inductor_us * (1 - selection.GAIN)
+        # copies around a region that is faster alone may make the whole graph slower with it
+        assert v.taken == (alone and not v.reason.startswith("given back"))
         assert 0.5 < v.inductor_us < 1000
 
 
