@@ -276,14 +276,13 @@ def _levels(
 
 
 def _beside_sums(program: BlockProgram, labels: set[str]) -> set[int]:
-    """Constants and element-wise functions of loads without the rows.
+    """Constants and element-wise functions of numbers that are loaded without the rows.
     Whoever finishes sums, with these labels, computes them once more."""
     found: set[int] = set()
     for i, op in enumerate(program.ops):
         of_loads = all(j in found or program.ops[j].kind == LOAD for j in op.inputs)
-        if op.kind == CONSTANT or (
-            op.facets.elementwise and of_loads and labels.issuperset(op.dims)
-        ):
+        computed = op.facets.elementwise and of_loads and not op.facets.integers
+        if op.kind == CONSTANT or (computed and labels.issuperset(op.dims)):
             found.add(i)
     return found
 
