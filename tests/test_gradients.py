@@ -504,6 +504,13 @@ def test_unknown_inputs(quick: None) -> None:
         kernel.gradient("k")
 
 
+def test_a_program_without_any_gradient(quick: None) -> None:
+    g = cs.new_kernel_graph()
+    g.mark_output(g.argmax(g.new_input((4, 64), "float32", "x"), 1))
+    with pytest.raises(GraphError, match=r"kernel.gradient\(\): no input has a gradient"):
+        cs.superoptimize(g, target="h200").gradient()
+
+
 def test_a_weight_with_symbolic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient adds up rows whose number is not known: the loop ends where the call says."""
     uncompiled(monkeypatch)

@@ -285,6 +285,11 @@ class Kernel(Program):
             GraphError: an input without a gradient, or no kernels compute it; says why.
         """
         names = wrt or reached(self.graph)
+        if not names:
+            raise GraphError(
+                "kernel.gradient(): no input has a gradient; its outputs are places, or depend on "
+                "numbers only through operators whose derivative is zero everywhere"
+            )
         order = [self.graph.nodes[i].name for i in self.graph.inputs]
         names = tuple(sorted(set(names), key=lambda n: order.index(n) if n in order else -1))
         found = self._gradients.made(names, lambda: self._derived(names))
