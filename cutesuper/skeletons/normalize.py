@@ -24,8 +24,8 @@ def with_reciprocals(
     """
     ops = program.ops
     divisors = {ops[i].inputs[1] for i in quotients}
-    for i in sorted(divisors.union(products), reverse=True):
-        if i in products and i in divisors:
+    for i in sorted(products, reverse=True):
+        if i in divisors:
             divisors |= {j for j, power in _factors(ops[i]) if power > 0}
     split = divisors.intersection(products)
     kept = _kept(program, quotients, split)
@@ -59,11 +59,10 @@ def _kept(program: BlockProgram, quotients: Collection[int], split: Collection[i
     kept: set[int] = set()
     for i in reversed(range(len(program.ops))):
         op = program.ops[i]
-        if i in split and i not in kept:
+        if i in split:
             kept |= {j for j, power in _factors(op) if power < 0}
-        else:
+        if i in kept or i not in split:
             kept.update(op.inputs[: 1 if i in quotients else None])
-            kept |= {j for j, power in _factors(op) if power < 0} if i in split else set()
     return kept
 
 

@@ -62,14 +62,12 @@ def _with_reciprocals(program: BlockProgram) -> BlockProgram:
         return closed or (i in late and ops[i].facets.reduces is SUM)
 
     sums = {i for i in range(len(ops)) if is_sum(i)}
-    products: set[int] = set()
+    with_sums = set(sums)  # and products and quotients of them
     for i, op in enumerate(ops):
-        if op.facets.powers and not (sums | products).isdisjoint(op.inputs):
-            products.add(i)
-    by_sums = {
-        i for i, op in enumerate(ops) if op.facets.divides and op.inputs[1] in sums | products
-    }
-    return with_reciprocals(program, quotients_by_statistics(program) | by_sums, products)
+        if op.facets.powers and not with_sums.isdisjoint(op.inputs):
+            with_sums.add(i)
+    by_sums = {i for i, op in enumerate(ops) if op.facets.divides and op.inputs[1] in with_sums}
+    return with_reciprocals(program, quotients_by_statistics(program) | by_sums, with_sums - sums)
 
 
 class AttentionRoles:
