@@ -22,9 +22,10 @@ from cutesuper.garbage import seldom_collected
 from cutesuper.torch import internals
 from cutesuper.torch.aten.attention import without_seeds
 from cutesuper.torch.aten.length_masks import computed_again
+from cutesuper.torch.compile.counters import count_together, leave_out_zeros
 from cutesuper.torch.compile.heads import take_heads
 from cutesuper.torch.compile.options import BackendOptions, read_options
-from cutesuper.torch.compile.partition import partition
+from cutesuper.torch.compile.partition import partition, unwritten
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, nothing_taken
@@ -133,7 +134,9 @@ def take_regions(
     start = time.perf_counter()
     try:
         without_seeds(gm.graph)
-        found = partition(gm.graph)
+        leave_out_zeros(gm.graph)
+        found = partition(gm.graph, constants=unwritten(gm.graph))
+        count_together(gm.graph)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         why = f"no regions were looked for ({type(error).__name__}: {error})"
         _complain(why)

@@ -67,7 +67,7 @@ class Case:
     @cached_property
     def key(self) -> str:
         """The key of its program. Raises CutesuperError."""
-        return key_of(self.region.graph, self.options.target)
+        return key_of(self.region.graph, self.options.target, self.region.follows)
 
     @cached_property
     def program(self) -> Program:

@@ -41,6 +41,12 @@ class Partition:
     refused: dict[fx.Node, str]
 
 
+def unwritten(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs of a functional graph that no copy at its end writes to."""
+    written = {n for node in graph.nodes if _writes(node) for n in node.all_input_nodes}
+    return {n for n in graph.nodes if n.op == "placeholder" and n not in written}
+
+
 def partition(
     graph: fx.Graph, *, constants: Collection[fx.Node] = (), parts: bool = False
 ) -> Partition:
@@ -83,7 +89,7 @@ def _cut(region: Region, place: int) -> tuple[Region, Region] | None:
     """The region cut after a number of nodes; None if a part has no kernel graph."""
     try:
         halves = region.nodes[:place], region.nodes[place:]
-        first, second = (convert(nodes, parts=region.parts) for nodes in halves)
+        first, second = (convert(nodes, region.constants, region.parts) for nodes in halves)
         return first, second
     except Unsupported:
         return None

@@ -22,6 +22,7 @@ from cutesuper.ir import border
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import CONSTANT, INPUT, Counts
+from cutesuper.ir.relations import reachable
 from cutesuper.ir.subgraph import only
 from cutesuper.pipeline import check_definition
 from cutesuper.torch.aten.factored_dims import (
@@ -49,7 +50,14 @@ from cutesuper.torch.aten.graph_builder import (
     memory_order,
 )
 from cutesuper.torch.aten.length_masks import reads
-from cutesuper.torch.aten.table import arguments_of, entry_of, is_extreme, is_free, unknown
+from cutesuper.torch.aten.table import (
+    arguments_of,
+    entry_of,
+    is_extreme,
+    is_free,
+    products,
+    unknown,
+)
 from cutesuper.torch.aten.views import is_negated
 
 
@@ -141,6 +149,19 @@ class Region:
         from cutesuper.ir.serial import dumps
 
         return dumps(self.graph)
+
+    @cached_property
+    def follows(self) -> bool:
+        """True if every call of the traced program launches a kernel before those of the region.
+        A product of matrices that an operand depends on: no compiler leaves that out."""
+        made = reachable((o.node for o in self.inputs), lambda n: n.all_input_nodes)
+        return any(products(n) for n in made)
+
+    @property
+    def constants(self) -> set[fx.Node]:
+        """The nodes of inputs that are not written while kernels run."""
+        given = zip(self.inputs, self.graph.inputs, strict=True)
+        return {o.node for o, i in given if self.graph.nodes[i].constant}
 
     @property
     def border(self) -> tuple[fx.Node, ...]:

@@ -40,9 +40,11 @@ from cutesuper.targets import Target, find_target
 from cutesuper.torch.compile import records
 
 #: part of every key: code that a cache holds must not call an operator that has changed since
-VERSION = 2
+VERSION = 3
 #: the name of the first symbolic extent in keys; others have a number behind it
 ROWS = "M"
+#: in keys of programs whose kernels begin before those in front of them have ended
+_DEPENDENT = "dependent"
 
 #: the symbolic extents of a call, or those of a search, in the order of the inputs
 Extents = tuple[int, ...]
@@ -59,13 +61,15 @@ class Program:
     Attributes:
         graph: its symbolic extents are `ROWS`, ``M1``, and so on.
         target: the GPU to optimize for; None is the one of the tensors.
+        dependent: whether its kernels begin before those in front of them have ended.
         budget_s: seconds that a search may take.
         searched_s: seconds that searches took, in whichever process.
     """
 
-    def __init__(self, graph: KernelGraph, target: Target | None) -> None:
+    def __init__(self, graph: KernelGraph, target: Target | None, dependent: bool = False) -> None:
         self.graph = graph
         self.target = target
+        self.dependent = dependent
         self.budget_s: float | None = None
         self.searched_s = 0.0
         self._signature = Signature(graph)
@@ -194,7 +198,7 @@ class Program:
         return target
 
     def _options(self, target: Target) -> pipeline.Options:
-        return pipeline.Options(target, budget_s=self.budget_s)
+        return pipeline.Options(target, self.dependent, budget_s=self.budget_s)
 
     def _hinted(self, bucket: Extents) -> KernelGraph:
         return self.graph.with_hints(dict(zip(self.symbols, bucket, strict=True)))
@@ -331,10 +335,10 @@ def _most(shapes: Iterable[Shape]) -> dict[tuple[str, ...], int]:
 _programs: Kept[str, Program] = Kept()
 
 
-def key_of(graph: KernelGraph, target: Target | None = None) -> str:
+def key_of(graph: KernelGraph, target: Target | None = None, dependent: bool = False) -> str:
     """The key of a graph: a hash of all that decides its program.
-    The rest of the key, the target's name, the graph itself, and the definitions of operators that
-    were added to the package's own.
+    The rest of the key, the target's name, how it is launched, the graph itself, and the
+    definitions of operators that were added to the package's own.
 
     Equal programs have equal keys, regardless of the names of inputs and of symbolic extents.
 
@@ -345,7 +349,8 @@ def key_of(graph: KernelGraph, target: Target | None = None) -> str:
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
     packed = base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode()
     outside = ",".join(definitions(names_of(graph)).values())
-    content = f"{VERSION}:{target.name if target else ''}:{outside}:{packed}"
+    launch = _DEPENDENT * dependent
+    content = f"{VERSION}:{target.name if target else ''}:{launch}:{outside}:{packed}"
     return f"{_digest(content)}:{content}"
 
 
@@ -362,6 +367,7 @@ def _read(key: str) -> Program:
     digest, _, content = key.partition(":")
     version, _, rest = content.partition(":")
     name, _, rest = rest.partition(":")
+    launch, _, rest = rest.partition(":")
     outside, _, packed = rest.partition(":")
     if version != str(VERSION) or digest != _digest(content):
         raise FormatError(
@@ -378,7 +384,7 @@ def _read(key: str) -> Program:
             "when the model was compiled; compile it again, with caches of PyTorch's compiler off "
             "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)"
         )
-    return Program(graph, find_target(name) if name else None)
+    return Program(graph, find_target(name) if name else None, launch == _DEPENDENT)
 
 
 def _canonical(graph: KernelGraph) -> KernelGraph:

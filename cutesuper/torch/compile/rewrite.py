@@ -57,7 +57,31 @@ def rewrite(graph: fx.Graph, calls: Sequence[Call]) -> list[fx.Node]:
         The nodes of the calls, each after those that it needs.
     """
     replaced: dict[fx.Node, fx.Node] = {}
-    return [_rewrite(graph, call, replaced) for call in _in_order(calls)]
+    before = set(graph.nodes)
+    made = [_rewrite(graph, call, replaced) for call in _in_order(calls)]
+    _join_integers([n for n in graph.nodes if n not in before])
+    return made
+
+
+def _join_integers(made: Sequence[fx.Node]) -> None:
+    """Compute lengths, positions and masks that several regions read only once.
+    Numbers are left alone: a region may change them in place between two readers."""
+    known: dict[str, fx.Node] = {}
+    joined: set[fx.Node] = set()
+    for node in made:
+        operands = node.all_input_nodes
+        if not operands or not all(n in joined or _is_integer(n) for n in operands):
+            continue
+        twin = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        joined.add(twin)
+        if twin is not node:
+            node.replace_all_uses_with(twin)
+            node.graph.erase_node(node)
+
+
+def _is_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.is_floating_point()
 
 
 def _in_order(calls: Sequence[Call]) -> list[Call]:
@@ -75,11 +99,11 @@ def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> f
     region = call.region
     place = {n: i for i, n in enumerate(graph.nodes)}
     last = max(region.nodes, key=place.__getitem__)
+    closed = changed(call)  # before views of the operands read them, too
     with graph.inserting_before(last.next):
         traced = isinstance(call.target, str)
         inputs = [_operand(graph, o, replaced, any_strides=traced) for o in region.inputs]
         kind, target = "call_module" if traced else "call_function", call.target
-        closed = changed(call)
         arguments: list[Any] = [inputs]
         if closed:
             own = [region.graph.continued[n] for n in closed]
