@@ -319,7 +319,8 @@ def test_equal_layers_are_searched_for_once(
         judge(model, call(x), x)
     [report] = reports
     assert report.taken == len(report.regions) == 3
-    assert len(searched) == len(judged) == len(region_operator._programs) == 1
+    # the kernels of the first layer have none of the model in front of them
+    assert len(searched) == len(judged) == len(region_operator._programs) == 2
 
 
 def test_threads() -> None:

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from cutesuper.ir.relations import reachable
 from cutesuper.torch.aten.factored_dims import equal, equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.pointwise import Where
-from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of
+from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, is_free
 from cutesuper.torch.aten.views import Expand, Filled, Same, Slice, View
 
+#: what PyTorch makes of false in a mask of bool for attention of cuDNN
+CUDNN = -65536.0
 #: types of positions and lengths; adding 1 to narrower ones would overflow
 _COUNTS = (torch.int32, torch.int64)
 _ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step",
@@ -114,7 +117,8 @@ class Condition:
 
     Attributes:
         kind: "visible" and "hidden", true where a key is; "added", 0 where it is visible and -inf
-            elsewhere; "lowest", the same with the lowest number of the type in place of -inf.
+            elsewhere; "lowest", the same with the lowest number of the type, or that of cuDNN, in
+            place of -inf.
         axes: for each dimension "key", "query", "sequence", or "".
         limits, given: a key is visible where all of them hold.
     """
@@ -370,11 +374,19 @@ def _chosen(node: fx.Node, condition: Any, yes: Any, no: Any) -> Condition | Non
         return None
     numbers = _number(yes), _number(no)
     kind = "visible" if numbers[0] == 0.0 else "hidden"
-    filled = _filled(dtype, numbers[1] if kind == "visible" else numbers[0])
+    number = numbers[1] if kind == "visible" else numbers[0]
+    filled = "lowest" if number == CUDNN and _for_cudnn(node) else _filled(dtype, number)
     x = as_kind(marks_of(condition), kind)
     if x is None or filled is None or 0.0 not in numbers:
         return None
     return replace(x, kind=filled, axes=_padded(x.axes, fake(node).dim()))
+
+
+def _for_cudnn(node: fx.Node) -> bool:
+    """True for a mask that nothing but attention of cuDNN reads."""
+    readers = reachable(node.users, lambda n: n.users if is_free(n) else ())
+    ends = [n for n in readers if not is_free(n)]
+    return bool(ends) and all("cudnn_attention" in str(n.target) for n in ends)
 
 
 def _triangle(node: fx.Node, a: Arguments, upper: bool) -> Condition | None:

@@ -22,7 +22,7 @@ from cutesuper.garbage import seldom_collected
 from cutesuper.torch import internals
 from cutesuper.torch.aten.attention import without_seeds
 from cutesuper.torch.aten.length_masks import computed_again
-from cutesuper.torch.compile.counters import count_together, leave_out_zeros
+from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.heads import take_heads
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partition import partition, unwritten
@@ -134,9 +134,7 @@ def take_regions(
     start = time.perf_counter()
     try:
         without_seeds(gm.graph)
-        leave_out_zeros(gm.graph)
         found = partition(gm.graph, constants=unwritten(gm.graph))
-        count_together(gm.graph)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         why = f"no regions were looked for ({type(error).__name__}: {error})"
         _complain(why)
@@ -152,6 +150,7 @@ def take_regions(
             _complain(f"{entry.where} gets no kernels: {decision.verdict.reason}")
     if calls:
         rewrite(gm.graph, calls)
+        settle_counters(gm.graph)
         gm.graph.lint()
         gm.recompile()
     return replace(report, whole=whole, seconds=time.perf_counter() - start)

@@ -19,6 +19,7 @@ from cutesuper.ir.relations import reachable
 from cutesuper.torch.aten.gathers import PutRows
 from cutesuper.torch.aten.graph_builder import INTEGERS, Unsupported
 from cutesuper.torch.aten.length_masks import lengths_of, unread
+from cutesuper.torch.aten.pointwise import Pointwise
 from cutesuper.torch.aten.table import entry_of, is_free, products, rows_of, unknown
 from cutesuper.torch.aten.views import turned
 from cutesuper.torch.compile.likeness import Likeness
@@ -151,7 +152,7 @@ class _Growing:
             self.refused[node] = unknown(node)
             return
         loose = self._loose(node)
-        if self._with_scores(node) or self._placed(loose):
+        if self._with_scores(node) or self._with_operands(node, loose) or self._placed(loose):
             return
         # operands that form no kernel graph with it may be inputs instead
         if len(loose) > 1 and self._placed([node]):
@@ -167,6 +168,7 @@ class _Growing:
         near = near or self._beside(loose)
         choices = [near] + ([[n] for n in reversed(near)] if len(near) > 1 else [])
         if any(map(_moves, loose)):
+            choices = self._with_siblings(near) + choices
             choices += [[n] for n in self._moved_beside(near)]
         if near:
             choices.append([])
@@ -192,18 +194,43 @@ class _Growing:
             [p for p in _producers(node) if p in inside],
             lambda n: () if products(n) else inside.intersection(_producers(n)),
         )
-        if inside <= {*scores}:
-            return False  # nothing is in the way
+        return self._cut_out(number, scores, [node])  # if all are scores, nothing is in the way
+
+    def _with_operands(self, node: fx.Node, loose: Sequence[fx.Node]) -> bool:
+        """Begin a region with a node and element-wise operands that nothing else reads.
+        They are taken out of the region of what they read, as the squares of a norm of heads out
+        of the product's, if that leaves its region anyway. False if the node can join, or not."""
+        operands = [p for p in _producers(node) if p in self._region]
+        near = {self._region[p] for p in operands}
+        if len(near) != 1 or not all(map(_is_elementwise, operands)):
+            return False
+        [number] = near
+        inside = self.regions[number].nodes
+        alone = all(_readers(p) == {node} for p in operands)
+        read = {p for n in operands for p in _producers(n) if p in inside}
+        if not alone or any(_readers(p) <= {*inside} for p in read):
+            return False
+        if self._joined(loose, [number]) is not None:
+            return False
+        return self._cut_out(number, operands, loose)
+
+    def _cut_out(
+        self, number: int, nodes: Collection[fx.Node], others: Sequence[fx.Node]
+    ) -> bool:
+        """Take nodes out of a region, and begin one with them and others.
+        False if nothing would be left, or one of the two has no kernel graph."""
+        inside = self.regions[number].nodes
+        left = [n for n in inside if n not in nodes]
+        if not left:
+            return False
         for n in inside:
             del self._region[n]
-        behind = [n for n in inside if n not in scores]
-        rest = self._joined(behind, []) if behind else None
-        masked = self._joined([*scores, node], [])
-        if rest is None or masked is None:
+        rest, begun = self._joined(left, []), self._joined([*nodes, *others], [])
+        if rest is None or begun is None:
             self._region.update(dict.fromkeys(inside, number))
             return False
         self._keep(rest)
-        self._keep(masked)
+        self._keep(begun)
         return True
 
     def _beside(self, nodes: Sequence[fx.Node]) -> list[int]:
@@ -223,6 +250,16 @@ class _Growing:
         readers = reachable(users, lambda n: n.users if is_free(n) else ())
         found = {self._region[n] for n in readers if n in self._region} - {*numbers}
         return sorted(n for n in found if not self.regions[n].products)
+
+    def _with_siblings(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Regions without products, with those that take results of the same regions as they do.
+        As for queries and keys that are normed, each by itself, before they get positions."""
+        if any(self.regions[n].products for n in numbers):
+            return []
+        read = {p for n in numbers for m in self.regions[n].nodes for p in _producers(m)}
+        sources = {self._region[p] for p in read if p in self._region} - {*numbers}
+        beside = {*self._moved_beside([*sources])} - {*numbers}
+        return [sorted(beside | {*numbers})] if beside else []
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:
         """A node and those of its operands that are in no region yet, and could be."""
@@ -310,6 +347,16 @@ def _computes(node: fx.Node) -> bool:
 def _moves(node: fx.Node) -> bool:
     """True for a node that puts rows into a tensor, or turns halves of rows."""
     return isinstance(entry_of(node), PutRows) or turned(node) is not None
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return isinstance(entry_of(node), Pointwise)
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """The nodes that read a node, through views."""
+    found = reachable(node.users, lambda n: n.users if is_free(n) else ())
+    return {n for n in found if not is_free(n)}
 
 
 def _counts(node: fx.Node) -> bool:

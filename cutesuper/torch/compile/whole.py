@@ -22,6 +22,7 @@ from torch import fx
 
 from cutesuper import measure
 from cutesuper.torch.compile import records
+from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.region_operator import region_in_place
@@ -188,6 +189,7 @@ def variant(gm: fx.GraphModule, taken: Sequence[Decision]) -> fx.GraphModule:
     calls = [Call(moved(d.region, new), region_operator, (d.key,), region_in_place) for d in taken]
     if calls:
         rewrite(graph, calls)
+        settle_counters(graph)
         graph.lint()
     for node in [n for n in graph.nodes if n.target is torch.ops.aten.copy_.default]:
         into, value = node.args[:2]
