@@ -61,7 +61,7 @@ def inputs_of(model: Any, what: str) -> dict[str, Any]:
     torch.manual_seed(1)
     cache = StaticCache(config=model.config, max_cache_len=LENGTH)
     tokens, shown = torch.randint(3, 90, (BATCH, PROMPT)), torch.ones(BATCH, PROMPT + 1).long()
-    shown[1, :PADDING] = 0
+    shown[1:, :PADDING] = 0
     padded = {"attention_mask": shown[:, :PROMPT]} if what.startswith("padded") else {}
     model(input_ids=tokens, past_key_values=cache, **padded)  # a first call allocates the cache
     if what.endswith("step"):

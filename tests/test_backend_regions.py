@@ -115,8 +115,8 @@ def test_keys_are_those_of_the_program() -> None:
 
 @pytest.mark.parametrize(
     "edit",
-    [lambda k: k[:-4], lambda k: k.replace(f":{region_operator.VERSION}:", ":1:", 1), lambda k: "f" * 16 + k[16:],
-     lambda k: "", lambda k: "a:b:c:d"],
+    [lambda k: k[:-4], lambda k: k.replace(f":{region_operator.VERSION}:", ":1:", 1),
+     lambda k: "f" * 16 + k[16:], lambda k: "", lambda k: "a:b:c:d"],
 )  # fmt: skip
 def test_a_key_that_is_none(edit: Any) -> None:
     edited = edit(key_of(norm_linear()))

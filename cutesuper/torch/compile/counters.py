@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from cutesuper.ir.relations import reachable
 from cutesuper.torch.aten.graph_builder import INTEGERS
+from cutesuper.torch.aten.table import is_free
 
 _aten = torch.ops.aten
-_RANGES = (_aten.arange.start_step, _aten.arange.default, torch.ops.prims.iota.default)
+_RANGES = (
+    _aten.arange.default, _aten.arange.start, _aten.arange.start_step, torch.ops.prims.iota.default
+)  # fmt: skip
 
 
 def settle_counters(graph: fx.Graph) -> None:
@@ -41,8 +45,9 @@ def settle_counters(graph: fx.Graph) -> None:
 
 
 def _without_range(node: fx.Node) -> fx.Node | None:
-    """The integers of a sum of one with a range of one element, which is 0."""
-    if node.target is not _aten.add.Tensor or node.kwargs or not _is_one(node):
+    """The integers of a sum of one with a range of one element, which is 0.
+    None for another node, and for one that leaves the graph: a view would change with its base."""
+    if node.target is not _aten.add.Tensor or node.kwargs or not _is_one(node) or _leaves(node):
         return None
     for zero, other in (node.args, node.args[::-1]):
         if isinstance(zero, fx.Node) and isinstance(other, fx.Node) and _is_range(zero):
@@ -51,14 +56,20 @@ def _without_range(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def _leaves(node: fx.Node) -> bool:
+    """True if the graph returns a node, or a view of it."""
+    readers = reachable(node.users, lambda n: n.users if is_free(n) else ())
+    return any(n.op == "output" for n in readers)
+
+
 def _is_range(node: fx.Node) -> bool:
     """True for the range of the integer 0 alone."""
     if node.target not in _RANGES or not _is_one(node):
         return False
-    bounds: tuple[Any, ...] = node.args
     if node.target is torch.ops.prims.iota.default:
         return node.kwargs.get("start") == 0
-    return len(bounds) == 1 or bounds[0] == 0
+    start: Any = node.args[0] if len(node.args) > 1 else 0
+    return isinstance(start, int) and start == 0
 
 
 def _value(node: fx.Node) -> Any:
@@ -74,11 +85,15 @@ def _is_one(node: fx.Node) -> bool:
 
 
 def _as_view(graph: fx.Graph, node: fx.Node, counted: fx.Node) -> None:
+    operands = node.all_input_nodes
     with graph.inserting_before(node):
         view = graph.call_function(_aten.view.default, (counted, list(_value(node).shape)))
     view.meta = dict(node.meta)
     node.replace_all_uses_with(view)
     graph.erase_node(node)
+    for operand in operands:
+        if operand.op == "call_function" and not operand.users:
+            graph.erase_node(operand)
 
 
 def _counts_on(node: fx.Node) -> tuple[Any, ...] | None:

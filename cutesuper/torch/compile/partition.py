@@ -214,9 +214,7 @@ class _Growing:
             return False
         return self._cut_out(number, operands, loose)
 
-    def _cut_out(
-        self, number: int, nodes: Collection[fx.Node], others: Sequence[fx.Node]
-    ) -> bool:
+    def _cut_out(self, number: int, nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> bool:
         """Take nodes out of a region, and begin one with them and others.
         False if nothing would be left, or one of the two has no kernel graph."""
         inside = self.regions[number].nodes
@@ -252,13 +250,14 @@ class _Growing:
         return sorted(n for n in found if not self.regions[n].products)
 
     def _with_siblings(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Regions without products, with those that take results of the same regions as they do.
+        """Regions without products, with those that take results of the same products as they do.
         As for queries and keys that are normed, each by itself, before they get positions."""
         if any(self.regions[n].products for n in numbers):
             return []
         read = {p for n in numbers for m in self.regions[n].nodes for p in _producers(m)}
-        sources = {self._region[p] for p in read if p in self._region} - {*numbers}
-        beside = {*self._moved_beside([*sources])} - {*numbers}
+        sources = {self._region[p] for p in read if p in self._region}
+        made = [n for n in sources if self.regions[n].products]
+        beside = {*self._moved_beside(made)} - {*numbers}
         return [sorted(beside | {*numbers})] if beside else []
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:
