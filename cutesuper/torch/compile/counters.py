@@ -14,7 +14,6 @@ from torch import fx
 
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.aten.graph_builder import INTEGERS
-from cutesuper.torch.aten.table import is_free
 
 _aten = torch.ops.aten
 _RANGES = (
@@ -58,8 +57,13 @@ def _without_range(node: fx.Node) -> fx.Node | None:
 
 def _leaves(node: fx.Node) -> bool:
     """True if the graph returns a node, or a view of it."""
-    readers = reachable(node.users, lambda n: n.users if is_free(n) else ())
+    readers = reachable(node.users, lambda n: n.users if _is_view(n) else ())
     return any(n.op == "output" for n in readers)
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
 
 
 def _is_range(node: fx.Node) -> bool:
@@ -68,8 +72,7 @@ def _is_range(node: fx.Node) -> bool:
         return False
     if node.target is torch.ops.prims.iota.default:
         return node.kwargs.get("start") == 0
-    start: Any = node.args[0] if len(node.args) > 1 else 0
-    return isinstance(start, int) and start == 0
+    return len(node.args) == 1 or bool(node.args[0] == 0)
 
 
 def _value(node: fx.Node) -> Any:
