@@ -37,6 +37,7 @@ COMMANDS = {
     "prefill": "benchmarks.prefill",
     "training": "benchmarks.training",
     "decode": "benchmarks.decode",
+    "models": "benchmarks.models",
     "calibrate": "benchmarks.calibrate",
     "rank": "benchmarks.rank",
     "search": "benchmarks.search.table",

@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks import (
     attention_report,
     decode_report,
+    models_report,
     rank_report,
     sweep_report,
     tables,
@@ -243,6 +244,7 @@ KINDS: dict[str, Kind] = {
         details=training_report.details_markdown,
     ),
     "decode": Kind(_COMMON | {"dtype"}, print_results, decode_report.decode_markdown, merges=True),
+    "models": Kind(_COMMON | {"dtype"}, print_results, models_report.models_markdown, merges=True),
     "chain": Kind(_COMMON | {"dtype", "layers"}, print_results, sweep_report.chain_markdown),
     "rank": Kind(_COMMON | {"dtype", "top"}, rank_report.print_results, rank_report.markdown),
     "search": Kind(_COMMON | {"target"}, search_report.print_search, search_report.search_markdown),

@@ -24,6 +24,7 @@ from cutesuper.torch.compile.region_operator import (  # noqa: E402
 )
 from cutesuper.torch.compile.report import GraphReport  # noqa: E402
 from cutesuper.torch.internals import run_eagerly  # noqa: E402
+from cutesuper.verify.numeric import acceptable  # noqa: E402
 
 aten = torch.ops.aten
 Graphs = list[fx.Graph]
@@ -258,3 +259,53 @@ def test_masks_of_cudnn(number: float, library: str, length: bool) -> None:
     assert (found.node is not None) == length and (found.added is None) == length
     if length:
         assert found.offset == 1
+
+
+# ---------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_steps_on_a_gpu(family: str) -> None:
+    """Greedy steps behind a prompt, launched and replayed; nothing copies a cache."""
+    transformers = pytest.importorskip("transformers")
+    from tests.patching import in_float64, new_model
+
+    wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 3}
+    model = new_model(family, **wide).to("cuda", torch.bfloat16)
+    prompt = torch.randint(2, 128, (1, 33), device="cuda")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=128)
+    compiled = torch.compile(model, backend="cutesuper", options={"take": "all"})
+    place = torch.full((1, 1), 33, device="cuda")
+    made = [prompt]
+    with torch.no_grad():
+        token = model(input_ids=prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+        for _ in range(24):
+            made.append(token.clone())
+            logits = compiled(input_ids=token, past_key_values=cache, position_ids=place).logits
+            token, place = logits.argmax(-1), place + 1
+        every = torch.cat(made, 1)
+        exact, eager = in_float64(model)(every).logits[:, -1], model(every).logits[:, -1]
+    assert acceptable(logits[:, -1], exact, eager, torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_weights_may_be_written_in_front_of_a_model() -> None:
+    """Kernels that load weights early wait for a writer that is launched right before them."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(6)))
+    model = model.to("cuda", torch.bfloat16).requires_grad_(False)
+    x = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="cutesuper", options={"take": "all"})
+    compiled(x)
+    found = []
+    for n in range(20):
+        for p in model.parameters():
+            p.fill_((1 + n % 5) / 2048)  # all layers grow
+        found.append(compiled(x))
+    expected = []
+    for n in range(20):
+        for p in model.parameters():
+            p.fill_((1 + n % 5) / 2048)
+        expected.append(model(x))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))

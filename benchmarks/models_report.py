@@ -1,0 +1,51 @@
+"""The table of models of the transformers library: milliseconds of a decoding step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.sweep_report import environments, failures, ratio_cell, time_cell
+from benchmarks.tables import LABELS, Row, markdown_table, number
+
+Case = dict[str, Any]
+
+COLUMNS = ("eager-graph", "compile", "cutesuper-patch", "cutesuper-backend")
+HEADINGS = LABELS | {
+    "cutesuper-patch": "**cs.patch**",
+    "cutesuper-backend": '**torch.compile(backend="cutesuper")**',
+}
+METHOD = (
+    "Milliseconds of a step, median; every implementation is one CUDA graph, and all columns of a "
+    "line are interleaved in one run; logits checked against float64 before and after. Random "
+    "weights, bfloat16, 1024 tokens in a StaticCache of 2048. Floor: a kernel that reads the "
+    "weights and the filled part of the cache. Speedup: over the fastest correct PyTorch column."
+)
+
+
+def models_markdown(results: Case) -> str:
+    """A line for each model and number of sequences."""
+    names = [n for n in COLUMNS if any(_entry(c, n) for c in results["cases"])]
+    ours = [n for n in names if n.startswith("cutesuper")]
+    header = ["model", "sequences", *(HEADINGS[n] for n in names), "floor", "speedup"]
+    rows = [_row(case, names, ours) for case in results["cases"]]
+    parts = [markdown_table(header, rows), METHOD, *failures(results), f"{environments(results)}."]
+    return "\n\n".join(parts)
+
+
+def _row(case: Case, names: list[str], ours: list[str]) -> Row:
+    floor = case["floor_us"]["plain"]
+    return [
+        case["group"], str(case["shape"][0]), *(_time(_entry(case, n)) for n in names),
+        number(floor and floor / 1e3, 3) or "?",
+        " / ".join(ratio_cell(_entry(case, n), case) or "-" for n in ours),
+    ]  # fmt: skip
+
+
+def _entry(case: Case, name: str) -> Case | None:
+    return next((e for e in case["implementations"] if e["name"] == name), None)
+
+
+def _time(entry: Case | None) -> str:
+    if entry is None or entry["time_us"] is None:
+        return time_cell(entry)
+    return number(entry["time_us"]["median"] / 1e3, 3)
