@@ -80,6 +80,7 @@ def _extents(
 MODELS = {
     "llama-3.2-1b": Family("Llama", _extents(128256, 2048, 16, 8192, 32, 8, 64, True)),
     "qwen3-1.7b": Family("Qwen3", _extents(151936, 2048, 28, 6144, 16, 8, 128, True)),
+    "llama-3-8b": Family("Llama", _extents(128256, 4096, 32, 14336, 32, 8, 128, False)),
     "gpt2-medium": Family(
         "GPT2", {"vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16},
         model="LMHeadModel",
