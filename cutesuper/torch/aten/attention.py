@@ -159,9 +159,12 @@ class _Attention(Entry):
         """Attention in the graph of its operands."""
         query, key, value = sides
         g, scale = query.graph, _scale(node, a)
-        if hides is not None and not hides.are_lengths:
+        turned = scale is not None and scale <= 0  # attention of the graph takes others
+        if turned or (hides is not None and not hides.are_lengths):
             scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
-            scores = hides(g.mul(g.matmul(query, g.transpose(key)), scale))
+            scores = g.mul(g.matmul(query, g.transpose(key)), scale)
+            scores = scores if hides is None else hides(scores)
+            scores = g.causal_mask(scores) if _causal(a) else scores
             return g.matmul(g.softmax(scores), value)
         causal, lengths = _causal(a), None
         if hides is not None:

@@ -518,6 +518,8 @@ enter_all({
     "aten.pow.Scalar": Pointwise(("self", "exponent"), _pow),
     "aten.addcmul.default": Pointwise(("self", "tensor1", "tensor2"), _addcmul, ("value",)),
     "aten.addcdiv.default": Pointwise(("self", "tensor1", "tensor2"), _addcdiv, ("value",)),
+    # of Inductor, in the backward pass of softmax
+    "prims.fma.default": Pointwise(("a", "b", "c"), lambda g, x, y, z: g.add(g.mul(x, y), z)),
     "aten.lerp.Scalar": Pointwise(("self", "end", "weight"), _lerp),
     "aten.lerp.Tensor": Pointwise(("self", "end", "weight"), _lerp),
     **_both("gt", _GREATER), **_both("lt", _LESS), **_both("le", _AT_MOST),

@@ -1,0 +1,90 @@
+"""Choices that PyTorch's compiler makes, in forms that kernels compute.
+
+Inductor turns ``s - s.amax()`` with ``s = x * c`` into ``(x - x.amax()) * c``, and keeps the former
+for rows that are not finite (PyTorch 2.13). No kernel computes such a condition, so it would cut
+attention in two. Nor does one know NaN as a number, as `xlogy` has it.
+"""
+
+from __future__ import annotations
+
+from math import isnan
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.ir.relations import reachable
+
+_aten = torch.ops.aten
+_JUDGES = {
+    _aten.abs, _aten.eq, _aten.ne, _aten.mul, _aten.logical_not, _aten.logical_and,
+    _aten.bitwise_not, _aten.bitwise_and, _aten.any, _aten.all, _aten.isfinite,
+}  # fmt: skip
+
+
+def settle_choices(graph: fx.Graph) -> None:
+    """Put other forms in the place of choices whose conditions or numbers no kernel knows."""
+    _settle_softmax(graph)
+    for node in graph.nodes:
+        if node.target is _aten.where.self and (x := _kept_nan(node)) is not None:
+            node.update_arg(1, x)
+
+
+def _kept_nan(node: fx.Node) -> fx.Node | None:
+    """The tensor whose NaN a choice replaces by NaN; None for another choice.
+
+    before: ``where(isnan(x), nan, y)``; after: ``where(isnan(x), x, y)``.
+    """
+    condition, number, _ = node.args
+    if not isinstance(condition, fx.Node) or not isinstance(number, fx.Node):
+        return None
+    if condition.target is not _aten.isnan.default or number.target is not _aten.full.default:
+        return None
+    x, value = condition.args[0], number.args[1]
+    same = isinstance(x, fx.Node) and x.meta["val"].dtype is node.meta["val"].dtype
+    return x if same and isinstance(value, float) and isnan(value) else None
+
+
+def _settle_softmax(graph: fx.Graph) -> None:
+    """Take the difference from the largest element where a choice by its own finiteness has it.
+
+    before: ``where(isfinite(s).all(d), (x - x.amax(d)) * c, s - s.amax(d))``; after:
+    ``s - s.amax(d)``.
+    """
+    for node in reversed(list(graph.nodes)):
+        if node.target is not _aten.where.self:
+            continue
+        condition, _, original = node.args
+        if _chooses(condition, original):
+            node.replace_all_uses_with(original)
+            _erase(graph, node)
+
+
+def _chooses(condition: Any, original: Any) -> bool:
+    """True for a condition that depends on nothing but scores less their largest one."""
+    if not isinstance(condition, fx.Node) or not isinstance(original, fx.Node):
+        return False
+    if original.target is not _aten.sub.Tensor or len(original.args) != 2:
+        return False
+    scores, largest = original.args
+    if not isinstance(scores, fx.Node) or not isinstance(largest, fx.Node):
+        return False
+    if largest.target is not _aten.amax.default or largest.args[0] is not scores:
+        return False
+    made = reachable([condition], lambda n: () if n is scores else n.all_input_nodes)
+    return scores in made and all(n is scores or _judges(n) for n in made)
+
+
+def _judges(node: fx.Node) -> bool:
+    """True for an operator of which "finite, all of them" is made."""
+    return getattr(node.target, "overloadpacket", None) in _JUDGES
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a node that nothing reads, and what becomes unused with it."""
+    if node.users or node.op != "call_function":
+        return
+    operands = node.all_input_nodes
+    graph.erase_node(node)
+    for operand in operands:
+        _erase(graph, operand)

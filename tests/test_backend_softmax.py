@@ -1,0 +1,124 @@
+"""Softmax in compiled models: as it was written, whatever Inductor makes of it, in both passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import fx, nn  # noqa: E402
+
+from cutesuper.torch.compile.choices import settle_choices  # noqa: E402
+from tests.backends import compiled, gradients, judge, judge_gradients  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("error:.*please report")
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Extents that differ from those of an earlier test would be open ones."""
+    torch.compiler.reset()
+
+
+class Attention(nn.Module):
+    """Self-attention as it is written by hand."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Any) -> Any:
+        return self.scale(x @ x.mT).softmax(-1) @ x
+
+
+class Pool(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(16, 1)
+
+    def forward(self, x: Any) -> Any:
+        return (self.weight(x).softmax(1) * x).sum(1)
+
+
+SCALES: dict[str, Any] = {
+    "times": lambda s: s * 0.25,
+    "divided": lambda s: s / 4.0,
+    "negative": lambda s: s * -0.25,
+    "capped": lambda s: torch.tanh(s / 5.0) * 5.0,
+    "written behind": lambda s: 0.25 * s,
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_attention_by_hand_is_one_region(scale: str) -> None:
+    model = Attention(SCALES[scale])
+    x = torch.randn(2, 3, 12, 16).bfloat16()
+    call, reports = compiled(model)
+    with torch.no_grad():
+        judge(model, call(x), x)
+    [report] = reports
+    assert report.taken == len(report.regions) == 1 and not report.outside
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Attention(SCALES["times"]), lambda: Attention(SCALES["negative"]), Pool,
+])  # fmt: skip
+def test_gradients(make: Any) -> None:
+    model = make().bfloat16()
+    x = torch.randn(4, 12, 16).bfloat16()
+    call, reports = compiled(model)
+    judge_gradients(model, gradients(model, call, x), x)
+    assert [len(r.outside) for r in reports] == [0, 0]
+
+
+def test_rows_that_are_not_finite() -> None:
+    model = Attention(SCALES["times"])
+    x = torch.randn(2, 12, 16)
+    x[0, 3, 5] = torch.inf
+    call, _ = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x), model(x), equal_nan=True)
+
+
+class Divergence(nn.Module):
+    def forward(self, x: Any) -> Any:
+        target = (x * 2).softmax(-1)
+        return torch.xlogy(target, target) - target * x.log_softmax(-1)
+
+
+def test_divergences_are_one_region() -> None:
+    model = Divergence()
+    x = torch.randn(12, 40).bfloat16()
+    call, reports = compiled(model)
+    with torch.no_grad():
+        judge(model, call(x), x)
+        x[3, 5] = torch.nan
+        found, expected = call(x), model(x)
+    assert found.isnan().equal(expected.isnan()) and found.isnan().any()
+    [report] = reports
+    assert report.taken == len(report.regions) == 1 and not report.outside
+
+
+def choice(other: bool) -> fx.Graph:
+    """A choice between two forms by whether scores are finite, or whether something else is."""
+    graph = fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    largest = graph.call_function(aten.amax.default, (x, [-1], True))
+    written = graph.call_function(aten.sub.Tensor, (x, largest))
+    stable = graph.call_function(aten.mul.Tensor, (written, 1))
+    size = graph.call_function(aten.abs.default, (y if other else x,))
+    finite = graph.call_function(aten.ne.Scalar, (size, torch.inf))
+    every = graph.call_function(aten.all.dim, (finite, -1, True))
+    graph.output(graph.call_function(aten.where.self, (every, stable, written)))
+    return graph
+
+
+def test_other_choices_stay() -> None:
+    for other in (True, False):
+        graph = choice(other)
+        settle_choices(graph)
+        assert any(n.target is aten.where.self for n in graph.nodes) == other
+        graph.lint()
