@@ -41,8 +41,9 @@ def _kept_nan(node: fx.Node) -> fx.Node | None:
     if condition.target is not _aten.isnan.default or number.target is not _aten.full.default:
         return None
     x, value = condition.args[0], number.args[1]
-    same = isinstance(x, fx.Node) and x.meta["val"].dtype is node.meta["val"].dtype
-    return x if same and isinstance(value, float) and isnan(value) else None
+    if not isinstance(x, fx.Node) or not isinstance(value, float) or not isnan(value):
+        return None
+    return x if x.meta["val"].dtype is node.meta["val"].dtype else None
 
 
 def _settle_softmax(graph: fx.Graph) -> None:

@@ -70,9 +70,10 @@ def _is_range(node: fx.Node) -> bool:
     """True for the range of the integer 0 alone."""
     if node.target not in _RANGES or not _is_one(node):
         return False
+    given: Any = node.args
     if node.target is torch.ops.prims.iota.default:
         return node.kwargs.get("start") == 0
-    return len(node.args) == 1 or bool(node.args[0] == 0)
+    return len(given) == 1 or given[0] == 0
 
 
 def _value(node: fx.Node) -> Any:
