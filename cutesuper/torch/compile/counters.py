@@ -7,7 +7,7 @@ as long as kernels that compute something (1.4 us of Llama-3.2-1B's 1083 us a st
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -70,10 +70,9 @@ def _is_range(node: fx.Node) -> bool:
     """True for the range of the integer 0 alone."""
     if node.target not in _RANGES or not _is_one(node):
         return False
-    given: Any = node.args
     if node.target is torch.ops.prims.iota.default:
         return node.kwargs.get("start") == 0
-    return len(given) == 1 or given[0] == 0
+    return len(node.args) == 1 or cast("Any", node.args[0]) == 0
 
 
 def _value(node: fx.Node) -> Any:
