@@ -7,7 +7,7 @@ as long as kernels that compute something (1.4 us of Llama-3.2-1B's 1083 us a st
 from __future__ import annotations
 
 import operator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -71,8 +71,12 @@ def _is_range(node: fx.Node) -> bool:
     if node.target not in _RANGES or not _is_one(node):
         return False
     if node.target is torch.ops.prims.iota.default:
-        return node.kwargs.get("start") == 0
-    return len(node.args) == 1 or cast("Any", node.args[0]) == 0
+        return _is_zero(node.kwargs.get("start"))
+    return len(node.args) == 1 or _is_zero(node.args[0])
+
+
+def _is_zero(bound: Any) -> bool:
+    return isinstance(bound, int) and bound == 0
 
 
 def _value(node: fx.Node) -> Any:
