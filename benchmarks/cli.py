@@ -38,6 +38,7 @@ COMMANDS = {
     "training": "benchmarks.training",
     "decode": "benchmarks.decode",
     "models": "benchmarks.models",
+    "modules": "benchmarks.modules",
     "calibrate": "benchmarks.calibrate",
     "rank": "benchmarks.rank",
     "search": "benchmarks.search.table",

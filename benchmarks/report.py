@@ -245,6 +245,9 @@ KINDS: dict[str, Kind] = {
     ),
     "decode": Kind(_COMMON | {"dtype"}, print_results, decode_report.decode_markdown, merges=True),
     "models": Kind(_COMMON | {"dtype"}, print_results, models_report.models_markdown, merges=True),
+    "modules": Kind(
+        _COMMON | {"dtype"}, print_results, models_report.modules_markdown, merges=True
+    ),
     "chain": Kind(_COMMON | {"dtype", "layers"}, print_results, sweep_report.chain_markdown),
     "rank": Kind(_COMMON | {"dtype", "top"}, rank_report.print_results, rank_report.markdown),
     "search": Kind(_COMMON | {"target"}, search_report.print_search, search_report.search_markdown),

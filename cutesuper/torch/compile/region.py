@@ -153,9 +153,9 @@ class Region:
     @cached_property
     def follows(self) -> bool:
         """True if every call of the traced program launches a kernel before those of the region.
-        A product of matrices that an operand depends on: no compiler leaves that out."""
+        A product of an argument that an operand depends on: no compiler leaves that out."""
         made = reachable((o.node for o in self.inputs), lambda n: n.all_input_nodes)
-        return any(products(n) for n in made)
+        return any(products(n) and _depends_on_arguments(n) for n in made)
 
     @property
     def constants(self) -> set[fx.Node]:
@@ -191,6 +191,11 @@ class Region:
     def place(self) -> str:
         """The lines of the region in the user's program: ``model.py:12-18``."""
         return places(self.nodes)
+
+
+def _depends_on_arguments(node: fx.Node) -> bool:
+    made = reachable([node], lambda n: n.all_input_nodes)
+    return any(n.op == "placeholder" for n in made)
 
 
 def convert(
