@@ -22,8 +22,8 @@ from cutesuper.garbage import seldom_collected
 from cutesuper.torch import internals
 from cutesuper.torch.aten.attention import without_seeds
 from cutesuper.torch.aten.length_masks import computed_again
-from cutesuper.torch.compile.choices import settle_choices
 from cutesuper.torch.compile.counters import settle_counters
+from cutesuper.torch.compile.forms import settle_forms
 from cutesuper.torch.compile.heads import take_heads
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partition import partition, unwritten
@@ -135,7 +135,7 @@ def take_regions(
     start = time.perf_counter()
     try:
         without_seeds(gm.graph)
-        settle_choices(gm.graph)
+        settle_forms(gm.graph)
         found = partition(gm.graph, constants=unwritten(gm.graph))
     except Exception as error:  # whatever the error, Inductor can compile the graph
         why = f"no regions were looked for ({type(error).__name__}: {error})"

@@ -1,8 +1,9 @@
-"""Choices that PyTorch's compiler makes, in forms that kernels compute.
+"""Forms that PyTorch's compiler makes, as kernels compute them.
 
 Inductor turns ``s - s.amax()`` with ``s = x * c`` into ``(x - x.amax()) * c``, and keeps the former
 for rows that are not finite (PyTorch 2.13). No kernel computes such a condition, so it would cut
-attention in two. Nor does one know NaN as a number, as `xlogy` has it.
+attention in two. Nor does one know NaN as a number, as `xlogy` has it, or halves that are put into
+zeros and added, as in the backward pass of rotary positions.
 """
 
 from __future__ import annotations
@@ -22,12 +23,59 @@ _JUDGES = {
 }  # fmt: skip
 
 
-def settle_choices(graph: fx.Graph) -> None:
-    """Put other forms in the place of choices whose conditions or numbers no kernel knows."""
+def settle_forms(graph: fx.Graph) -> None:
+    """Put others in the place of forms that no kernel computes.
+
+    Args:
+        graph: with fake tensors in ``meta["val"]``.
+    """
     _settle_softmax(graph)
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         if node.target is _aten.where.self and (x := _kept_nan(node)) is not None:
             node.update_arg(1, x)
+        if node.target is _aten.add.Tensor:
+            _turn_back(graph, node)
+
+
+def _turn_back(graph: fx.Graph, node: fx.Node) -> None:
+    """Turn halves against each other that are put into zeros.
+
+    before: ``slice_scatter(0, -x[:h], h, 2 h) + slice_scatter(0, x[h:], 0, h)``; after:
+    ``-cat((-x[h:], x[:h]))``.
+    """
+    parts = [_in_zeros(n) for n in node.args]
+    if len(parts) != 2 or None in parts or node.kwargs:
+        return
+    (first, dim, *begin), (second, other, *end) = sorted(parts, key=lambda p: p[2])
+    length = node.meta["val"].shape[dim]
+    if dim != other or begin[1] != end[0] or (begin[0], end[1]) != (0, length):
+        return
+    if second.target is not _aten.neg.default:
+        return
+    with graph.inserting_before(node):
+        left = graph.call_function(_aten.neg.default, (first,))
+        left.meta = dict(first.meta)
+        turned = graph.call_function(_aten.cat.default, ([left, second.args[0]], dim))
+        back = graph.call_function(_aten.neg.default, (turned,))
+    turned.meta, back.meta = dict(node.meta), dict(node.meta)
+    node.replace_all_uses_with(back)
+    _erase(graph, node)
+
+
+def _in_zeros(node: Any) -> tuple[fx.Node, int, int, int] | None:
+    """What is put into zeros, along which dimension, from where to where; None for another node."""
+    if not isinstance(node, fx.Node) or node.target is not _aten.slice_scatter.default:
+        return None
+    zeros, part, *places = node.args
+    if not isinstance(zeros, fx.Node) or not isinstance(part, fx.Node) or node.kwargs:
+        return None
+    if zeros.target is not _aten.full.default or zeros.args[1] != 0 or len(places) != 3:
+        return None
+    shape = zeros.meta["val"].shape
+    if not all(type(n) is int for n in (*places, *shape)) or shape != node.meta["val"].shape:
+        return None
+    dim, begin, end = places
+    return part, dim % len(shape), begin, min(end, shape[dim])
 
 
 def _kept_nan(node: fx.Node) -> fx.Node | None:

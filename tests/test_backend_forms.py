@@ -1,4 +1,4 @@
-"""Softmax in compiled models: as it was written, whatever Inductor makes of it, in both passes."""
+"""Forms of PyTorch's compiler in compiled models: softmax, divergences, halves that are turned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch import fx, nn  # noqa: E402
 
-from cutesuper.torch.compile.choices import settle_choices  # noqa: E402
+from cutesuper.torch.compile.forms import settle_forms  # noqa: E402
 from tests.backends import compiled, gradients, judge, judge_gradients  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
@@ -102,6 +102,68 @@ def test_divergences_are_one_region() -> None:
     assert report.taken == len(report.regions) == 1 and not report.outside
 
 
+class Turned(nn.Module):
+    """Rotary positions, of halves as they are, and of a part of each row."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+        y = x if self.part == x.shape[-1] else x[..., : self.part]
+        a, b = y.chunk(2, -1)
+        y = y * cos + torch.cat((-b, a), -1) * sin
+        return y if self.part == x.shape[-1] else torch.cat((y, x[..., self.part :]), -1)
+
+
+@pytest.mark.parametrize("part", [16, 12])
+def test_halves_are_turned_back(part: int) -> None:
+    model = Turned(part)
+    x, cos, sin = (torch.randn(2, 3, 8, n, requires_grad=True) for n in (16, part, part))
+    call, reports = compiled(model)
+    weights = torch.linspace(-1, 1, 16)
+    found = torch.autograd.grad((call(x, cos, sin) * weights).sum(), (x, cos, sin))
+    wanted = torch.autograd.grad((model(x, cos, sin) * weights).sum(), (x, cos, sin))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    scattered = [o.reason for o in reports[1].outside if "slice_scatter" in o.reason]
+    assert bool(scattered) == (part < 16)
+
+
+def scattered(begin: int, zeros: float, sign: Any) -> fx.Graph:
+    """Parts of a row that are put into a filled tensor each, and added."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    graph = fx.Graph()
+    with FakeTensorMode():
+        row, half = torch.empty(4, 8), torch.empty(4, 8 - begin)
+        x, y = graph.placeholder("x"), graph.placeholder("y")
+        x.meta["val"], y.meta["val"] = torch.empty(4, begin), half
+        filled = graph.call_function(aten.full.default, ([4, 8], zeros))
+        turned = graph.call_function(sign, (y,))
+        left = graph.call_function(aten.slice_scatter.default, (filled, x, 1, 0, 4))
+        right = graph.call_function(aten.slice_scatter.default, (filled, turned, 1, begin, 8))
+        both = graph.call_function(aten.add.Tensor, (right, left))
+        for node, value in ((filled, row), (turned, half), (left, row), (right, row), (both, row)):
+            node.meta["val"] = value
+        graph.output(both)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("begin", "zeros", "sign", "changed"),
+    [(4, 0, aten.neg.default, True), (4, 1, aten.neg.default, False),
+     (4, 0, aten.abs.default, False), (5, 0, aten.neg.default, False)],
+)  # fmt: skip
+def test_only_halves_in_zeros_are_turned(
+    begin: int, zeros: float, sign: Any, changed: bool
+) -> None:
+    graph = scattered(begin, zeros, sign)
+    settle_forms(graph)
+    graph.lint()
+    assert any(n.target is aten.cat.default for n in graph.nodes) == changed
+
+
 def choice(other: bool) -> fx.Graph:
     """A choice between two forms by whether scores are finite, or whether something else is."""
     graph = fx.Graph()
@@ -119,6 +181,6 @@ def choice(other: bool) -> fx.Graph:
 def test_other_choices_stay() -> None:
     for other in (True, False):
         graph = choice(other)
-        settle_choices(graph)
+        settle_forms(graph)
         assert any(n.target is aten.where.self for n in graph.nodes) == other
         graph.lint()
