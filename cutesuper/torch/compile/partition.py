@@ -16,10 +16,12 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
+from cutesuper.torch.aten.attention import AttentionBackward
 from cutesuper.torch.aten.gathers import PutRows
 from cutesuper.torch.aten.graph_builder import INTEGERS, Unsupported
 from cutesuper.torch.aten.length_masks import lengths_of, unread
 from cutesuper.torch.aten.pointwise import Pointwise
+from cutesuper.torch.aten.reducing import Reduction
 from cutesuper.torch.aten.table import entry_of, is_free, products, rows_of, unknown
 from cutesuper.torch.aten.views import turned
 from cutesuper.torch.compile.likeness import Likeness
@@ -280,6 +282,8 @@ class _Growing:
         together = sorted(nodes, key=self._place.__getitem__)
         if len(together) > MOST_NODES or len({self._epoch[n] for n in together}) > 1:
             return None
+        if _mixes_passes(together):
+            return None
         if self._leaves(set(together)):
             return None
         region = self._alike(together)
@@ -346,6 +350,15 @@ def _computes(node: fx.Node) -> bool:
 def _moves(node: fx.Node) -> bool:
     """True for a node that puts rows into a tensor, or turns halves of rows."""
     return isinstance(entry_of(node), PutRows) or turned(node) is not None
+
+
+def _mixes_passes(nodes: Sequence[fx.Node]) -> bool:
+    """True for a backward pass of attention with more than sums of what it gives.
+    Its kernels take nothing in, and a search for more of them takes seconds: 6 with rotary
+    positions behind it (2 x 128 tokens of Llama), for the program that it alone has, too."""
+    entries = [entry_of(n) for n in nodes]
+    others = (e for e in entries if not isinstance(e, AttentionBackward | Reduction))
+    return any(isinstance(e, AttentionBackward) for e in entries) and any(True for _ in others)
 
 
 def _is_elementwise(node: fx.Node) -> bool:
