@@ -9,7 +9,7 @@ zeros and added, as in the backward pass of rotary positions.
 from __future__ import annotations
 
 from math import isnan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -43,27 +43,37 @@ def _turn_back(graph: fx.Graph, node: fx.Node) -> None:
     before: ``slice_scatter(0, -x[:h], h, 2 h) + slice_scatter(0, x[h:], 0, h)``; after:
     ``-cat((-x[h:], x[:h]))``.
     """
-    parts = [_in_zeros(n) for n in node.args]
-    if len(parts) != 2 or None in parts or node.kwargs:
+    parts = [p for n in node.args if (p := _in_zeros(n)) is not None]
+    if len(parts) != 2 or node.kwargs:
         return
-    (first, dim, *begin), (second, other, *end) = sorted(parts, key=lambda p: p[2])
-    length = node.meta["val"].shape[dim]
-    if dim != other or begin[1] != end[0] or (begin[0], end[1]) != (0, length):
+    first, second = sorted(parts, key=lambda p: p.begin)
+    length = node.meta["val"].shape[first.dim]
+    ends = (first.begin, first.end, second.begin, second.end)
+    if first.dim != second.dim or ends != (0, second.begin, first.end, length):
         return
-    if second.target is not _aten.neg.default:
+    if second.node.target is not _aten.neg.default:
         return
     with graph.inserting_before(node):
-        left = graph.call_function(_aten.neg.default, (first,))
-        left.meta = dict(first.meta)
-        turned = graph.call_function(_aten.cat.default, ([left, second.args[0]], dim))
+        left = graph.call_function(_aten.neg.default, (first.node,))
+        left.meta = dict(first.node.meta)
+        turned = graph.call_function(_aten.cat.default, ([left, second.node.args[0]], first.dim))
         back = graph.call_function(_aten.neg.default, (turned,))
     turned.meta, back.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(back)
     _erase(graph, node)
 
 
-def _in_zeros(node: Any) -> tuple[fx.Node, int, int, int] | None:
-    """What is put into zeros, along which dimension, from where to where; None for another node."""
+class _Part(NamedTuple):
+    """What is put into zeros, along which dimension, from where to where."""
+
+    node: fx.Node
+    dim: int
+    begin: int
+    end: int
+
+
+def _in_zeros(node: Any) -> _Part | None:
+    """What a node puts into zeros; None for another node."""
     if not isinstance(node, fx.Node) or node.target is not _aten.slice_scatter.default:
         return None
     zeros, part, *places = node.args
@@ -74,8 +84,8 @@ def _in_zeros(node: Any) -> tuple[fx.Node, int, int, int] | None:
     shape = zeros.meta["val"].shape
     if not all(type(n) is int for n in (*places, *shape)) or shape != node.meta["val"].shape:
         return None
-    dim, begin, end = places
-    return part, dim % len(shape), begin, min(end, shape[dim])
+    dim, begin, end = (int(n) for n in places if isinstance(n, int))
+    return _Part(part, dim % len(shape), begin, min(end, shape[dim]))
 
 
 def _kept_nan(node: fx.Node) -> fx.Node | None:
