@@ -151,7 +151,8 @@ class Step:
 
     @staticmethod
     def of(model: Any, batch: int, tokens: int) -> Step:
-        """The step behind a prompt of random tokens."""
+        """The step behind a prompt of random tokens.
+        Raises TypeError for caches that count on the host: a graph would repeat one position."""
         from transformers import StaticCache
 
         device = model.device
@@ -161,7 +162,9 @@ class Step:
             3, model.config.vocab_size, (batch, tokens), device=device, generator=generator
         )
         model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
-        counters = [c for layer in cache.layers if _moves(c := layer.cumulative_length)]
+        counters = [layer.cumulative_length for layer in cache.layers]
+        if not all(isinstance(c, torch.Tensor) for c in counters):
+            raise TypeError(f"{type(model).__name__}: its caches count on the host")
         given = {
             "input_ids": prompt[:, :1].clone(),
             "past_key_values": cache,
@@ -181,10 +184,6 @@ class Step:
         for layer in exact.given["past_key_values"].layers:
             layer.keys, layer.values = layer.keys.double(), layer.values.double()
         return exact.logits(exact.model.double())
-
-
-def _moves(counter: Any) -> bool:
-    return isinstance(counter, torch.Tensor)
 
 
 @dataclass
