@@ -64,7 +64,7 @@ def _turn_back(graph: fx.Graph, node: fx.Node) -> None:
 
 
 class _Part(NamedTuple):
-    """What is put into zeros, along which dimension, from where to where."""
+    """A tensor that is put into zeros along a dimension, and its place there."""
 
     node: fx.Node
     dim: int
@@ -73,7 +73,7 @@ class _Part(NamedTuple):
 
 
 def _in_zeros(node: Any) -> _Part | None:
-    """What a node puts into zeros; None for another node."""
+    """The tensor that a node puts into zeros; None for another node."""
     if not isinstance(node, fx.Node) or node.target is not _aten.slice_scatter.default:
         return None
     zeros, part, *places = node.args
