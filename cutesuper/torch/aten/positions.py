@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.ir.relations import reachable
 from cutesuper.torch.aten.factored_dims import equal, equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.pointwise import Where
-from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, is_free
+from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, readers
 from cutesuper.torch.aten.views import Expand, Filled, Same, Slice, View
 
 #: what PyTorch makes of false in a mask of bool for attention of cuDNN
@@ -384,9 +383,8 @@ def _chosen(node: fx.Node, condition: Any, yes: Any, no: Any) -> Condition | Non
 
 def _for_cudnn(node: fx.Node) -> bool:
     """True for a mask that nothing but attention of cuDNN reads."""
-    readers = reachable(node.users, lambda n: n.users if is_free(n) else ())
-    ends = [n for n in readers if not is_free(n)]
-    return bool(ends) and all("cudnn_attention" in str(n.target) for n in ends)
+    found = readers(node)
+    return bool(found) and all("cudnn_attention" in str(n.target) for n in found)
 
 
 def _triangle(node: fx.Node, a: Arguments, upper: bool) -> Condition | None:

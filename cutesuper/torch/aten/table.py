@@ -232,6 +232,12 @@ def products(node: fx.Node) -> int:
     return 0 if entry is None else entry.products
 
 
+def readers(node: fx.Node) -> set[fx.Node]:
+    """The nodes that read a node, through views."""
+    found = reachable(node.users, lambda n: n.users if is_free(n) else ())
+    return {n for n in found if not is_free(n)}
+
+
 def rows_of(node: fx.Node) -> fx.Node | None:
     """The row operand of a product, through views; None for other operators."""
     entry = entry_of(node)

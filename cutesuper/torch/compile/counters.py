@@ -41,6 +41,7 @@ def settle_counters(graph: fx.Graph) -> None:
     for (number, *_), copies in groups.items():
         if len(copies) > 1:
             _together(graph, copies, number)
+    graph.eliminate_dead_code()
 
 
 def _without_range(node: fx.Node) -> fx.Node | None:
@@ -92,15 +93,11 @@ def _is_one(node: fx.Node) -> bool:
 
 
 def _as_view(graph: fx.Graph, node: fx.Node, counted: fx.Node) -> None:
-    operands = node.all_input_nodes
     with graph.inserting_before(node):
         view = graph.call_function(_aten.view.default, (counted, list(_value(node).shape)))
     view.meta = dict(node.meta)
     node.replace_all_uses_with(view)
     graph.erase_node(node)
-    for operand in operands:
-        if operand.op == "call_function" and not operand.users:
-            graph.erase_node(operand)
 
 
 def _counts_on(node: fx.Node) -> tuple[Any, ...] | None:
@@ -130,6 +127,3 @@ def _together(graph: fx.Graph, copies: list[fx.Node], number: int) -> None:
             new = graph.call_function(operator.getitem, (made, n))
             new.meta = dict(old.meta)
             copy.update_arg(1, new)
-    for old in dict.fromkeys(sums):
-        if not old.users:
-            graph.erase_node(old)

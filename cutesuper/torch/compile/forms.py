@@ -24,7 +24,7 @@ _JUDGES = {
 
 
 def settle_forms(graph: fx.Graph) -> None:
-    """Put others in the place of forms that no kernel computes.
+    """Put others in the place of forms that no kernel computes. Their operands stay, unused.
 
     Args:
         graph: with fake tensors in ``meta["val"]``.
@@ -60,7 +60,7 @@ def _turn_back(graph: fx.Graph, node: fx.Node) -> None:
         back = graph.call_function(_aten.neg.default, (turned,))
     turned.meta, back.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(back)
-    _erase(graph, node)
+    graph.erase_node(node)
 
 
 class _Part(NamedTuple):
@@ -116,7 +116,7 @@ def _settle_softmax(graph: fx.Graph) -> None:
         condition, _, original = node.args
         if _chooses(condition, original):
             node.replace_all_uses_with(original)
-            _erase(graph, node)
+            graph.erase_node(node)
 
 
 def _chooses(condition: Any, original: Any) -> bool:
@@ -137,13 +137,3 @@ def _chooses(condition: Any, original: Any) -> bool:
 def _judges(node: fx.Node) -> bool:
     """True for an operator of which "finite, all of them" is made."""
     return getattr(node.target, "overloadpacket", None) in _JUDGES
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node that nothing reads, and what becomes unused with it."""
-    if node.users or node.op != "call_function":
-        return
-    operands = node.all_input_nodes
-    graph.erase_node(node)
-    for operand in operands:
-        _erase(graph, operand)

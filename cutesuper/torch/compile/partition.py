@@ -22,7 +22,7 @@ from cutesuper.torch.aten.graph_builder import INTEGERS, Unsupported
 from cutesuper.torch.aten.length_masks import lengths_of, unread
 from cutesuper.torch.aten.pointwise import Pointwise
 from cutesuper.torch.aten.reducing import Reduction
-from cutesuper.torch.aten.table import entry_of, is_free, products, rows_of, unknown
+from cutesuper.torch.aten.table import entry_of, is_free, products, readers, rows_of, unknown
 from cutesuper.torch.aten.views import turned
 from cutesuper.torch.compile.likeness import Likeness
 from cutesuper.torch.compile.region import Region, convert
@@ -208,9 +208,9 @@ class _Growing:
             return False
         [number] = near
         inside = self.regions[number].nodes
-        alone = all(_readers(p) == {node} for p in operands)
+        alone = all(readers(p) == {node} for p in operands)
         read = {p for n in operands for p in _producers(n) if p in inside}
-        if not alone or any(_readers(p) <= {*inside} for p in read):
+        if not alone or any(readers(p) <= {*inside} for p in read):
             return False
         if self._joined(loose, [number]) is not None:
             return False
@@ -357,18 +357,12 @@ def _mixes_passes(nodes: Sequence[fx.Node]) -> bool:
     Its kernels take nothing in, and a search for more of them takes seconds: 6 with rotary
     positions behind it (2 x 128 tokens of Llama), for the program that it alone has, too."""
     entries = [entry_of(n) for n in nodes]
-    others = (e for e in entries if not isinstance(e, AttentionBackward | Reduction))
-    return any(isinstance(e, AttentionBackward) for e in entries) and any(True for _ in others)
+    attends = any(isinstance(e, AttentionBackward) for e in entries)
+    return attends and not all(isinstance(e, AttentionBackward | Reduction) for e in entries)
 
 
 def _is_elementwise(node: fx.Node) -> bool:
     return isinstance(entry_of(node), Pointwise)
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """The nodes that read a node, through views."""
-    found = reachable(node.users, lambda n: n.users if is_free(n) else ())
-    return {n for n in found if not is_free(n)}
 
 
 def _counts(node: fx.Node) -> bool:
