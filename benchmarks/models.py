@@ -1,7 +1,8 @@
 """``python -m benchmarks models``: decoding steps of models as the transformers library has them.
 
-A step reads one token of each sequence behind 1,024 others in a `StaticCache` of 2,048, and gives
-the logits of the next one. Weights are random, extents are those of the published configurations.
+A step reads one token of each sequence behind others that fill half of a `StaticCache`, and gives
+the logits of the next one. Layers of windows, which count on the host there, have the rings of
+`cutesuper.generate`. Weights are random, extents are those of the published configurations.
 Every implementation is one CUDA graph, which begins by setting the places of the caches back, so
 that all steps are the same one and their logits can be checked.
 """
@@ -13,6 +14,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,8 +28,10 @@ from benchmarks.sweep import Item, Sweep, add_sweep_options, names_of, sweep_mai
 from benchmarks.workload import DTYPES, Computation, Outputs, Shape, TensorSpec, Workload
 
 DTYPE = "bfloat16"
-FILLED, ROOM = 1024, 2048
 BATCHES = (1, 8)
+TOKENS = (1024,)
+#: positions that models are made for
+POSITIONS = 32768
 SETTINGS = Settings(rounds=30, warm_seconds=0.05, host_batches=10)
 #: for one step: compilers get a whole model, and regions are searched for in this process
 TIMEOUT_SECONDS = 400.0
@@ -41,27 +45,27 @@ class Family:
     Attributes:
         prefix: of its classes.
         extents: arguments of its configuration.
-        model: the rest of the name of its class.
+        model: the name of its class.
     """
 
     prefix: str
     extents: dict[str, Any]
-    model: str = "ForCausalLM"
+    model: str
 
     def build(self, device: torch.device, dtype: torch.dtype) -> Any:
         """The model, with random weights."""
         import transformers
 
         torch.manual_seed(0)
-        options = {"max_position_embeddings": 8192, "dtype": dtype}
+        options = {"max_position_embeddings": POSITIONS, "dtype": dtype}
         if self.prefix == "GPT2":
-            options = {"n_positions": 8192, "dtype": dtype}
+            options = {"n_positions": POSITIONS, "dtype": dtype}
         made = getattr(transformers, f"{self.prefix}Config")(**self.extents, **options)
         with torch.device(device):
             before = torch.get_default_dtype()
             torch.set_default_dtype(dtype)
             try:
-                return getattr(transformers, self.prefix + self.model)(made).eval()
+                return getattr(transformers, self.model)(made).eval()
             finally:
                 torch.set_default_dtype(before)
 
@@ -78,15 +82,28 @@ def _extents(
 
 
 MODELS = {
-    "llama-3.2-1b": Family("Llama", _extents(128256, 2048, 16, 8192, 32, 8, 64, True)),
-    "qwen3-1.7b": Family("Qwen3", _extents(151936, 2048, 28, 6144, 16, 8, 128, True)),
-    "llama-3-8b": Family("Llama", _extents(128256, 4096, 32, 14336, 32, 8, 128, False)),
+    "llama-3.2-1b": Family(
+        "Llama", _extents(128256, 2048, 16, 8192, 32, 8, 64, True), "LlamaForCausalLM"
+    ),
+    "qwen3-1.7b": Family(
+        "Qwen3", _extents(151936, 2048, 28, 6144, 16, 8, 128, True), "Qwen3ForCausalLM"
+    ),
+    "gemma-3-1b": Family(
+        "Gemma3Text",
+        _extents(262144, 1152, 26, 6912, 4, 1, 256, True) | {"sliding_window": 512},
+        "Gemma3ForCausalLM",
+    ),
     "gpt2-medium": Family(
         "GPT2", {"vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16},
-        model="LMHeadModel",
+        "GPT2LMHeadModel",
     ),
     "mistral-7b": Family(
-        "Mistral", _extents(32768, 4096, 32, 14336, 32, 8, 128, False) | {"sliding_window": None}
+        "Mistral",
+        _extents(32768, 4096, 32, 14336, 32, 8, 128, False) | {"sliding_window": None},
+        "MistralForCausalLM",
+    ),
+    "llama-3-8b": Family(
+        "Llama", _extents(128256, 4096, 32, 14336, 32, 8, 128, False), "LlamaForCausalLM"
     ),
 }  # fmt: skip
 
@@ -102,27 +119,32 @@ def _nothing(*_: Any) -> Any:
     raise NotImplementedError("a model of a library is no kernel graph")
 
 
-def workload_of(name: str, batches: Sequence[int]) -> ModelWorkload:
-    """A step of the model with this name."""
+def workload_of(name: str, shapes: tuple[Shape, ...]) -> ModelWorkload:
+    """Steps of the model with this name."""
     family = MODELS[name]
     model = family.build(torch.device("meta"), DTYPES[DTYPE])
-    head, table = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    weights = sum(p.numel() for p in model.parameters())
-    read = weights - (table.numel() if head is not table else 0)  # a table gives a few rows
+    head = model.get_output_embeddings().weight
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)} - {head}
+    # a table gives a few rows
+    read = sum(p.numel() for p in model.parameters() if p not in tables)
     config = model.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     width = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
 
     def inputs(shape: Shape) -> tuple[TensorSpec, ...]:
         batch, tokens = shape
-        cache = (2 * config.num_hidden_layers, batch, heads, tokens, width)
-        return TensorSpec("weights", (read,)), TensorSpec("cache", cache)
+        kinds = (
+            getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        )
+        seen = sum(min(tokens, _columns(kind, config, tokens)) for kind in kinds)
+        cache = TensorSpec("cache", (2, seen, batch, heads, width))
+        return TensorSpec("weights", (read,)), cache
 
     return ModelWorkload(
         name="models",
         title=name,
         axes=("sequences", "tokens"),
-        shapes=tuple((batch, FILLED) for batch in batches),
+        shapes=shapes,
         dtypes=(DTYPE,),
         inputs=inputs,
         outputs=lambda shape: (TensorSpec("logits", (shape[0], family.extents["vocab_size"])),),
@@ -133,6 +155,11 @@ def workload_of(name: str, batches: Sequence[int]) -> ModelWorkload:
     )
 
 
+def _columns(kind: str, config: Any, tokens: int) -> int:
+    """The most positions that a layer sees."""
+    return config.sliding_window if kind == "sliding_attention" else tokens
+
+
 @dataclass
 class Step:
     """A model, the arguments of a step, and the places in its caches.
@@ -140,42 +167,47 @@ class Step:
     Attributes:
         model: of the library.
         given: its arguments by name.
+        caches: keep keys and values, and make masks where there are windows.
+        place: int64 [], the position of the step.
         counters: the integers of the caches that go on with every step.
         filled: their values in front of the step.
     """
 
     model: Any
     given: dict[str, Any]
+    caches: Any
+    place: torch.Tensor
     counters: list[torch.Tensor]
     filled: list[torch.Tensor]
 
     @staticmethod
     def of(model: Any, batch: int, tokens: int) -> Step:
-        """The step behind a prompt of random tokens.
-        Raises TypeError for caches that count on the host: a graph would repeat one position."""
-        from transformers import StaticCache
+        """The step behind a prompt of random tokens, in a cache with as many free places."""
+        from cutesuper.torch.generate.caches import Caches
 
         device = model.device
         generator = torch.Generator(device).manual_seed(1)
-        cache: Any = StaticCache(config=model.config, max_cache_len=ROOM)
+        caches = Caches(model.config, 2 * tokens)
         prompt = torch.randint(
             3, model.config.vocab_size, (batch, tokens), device=device, generator=generator
         )
-        model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=prompt, past_key_values=caches.for_prompt(), logits_to_keep=1)
+        cache: Any = caches.for_steps(tokens)
         counters = [layer.cumulative_length for layer in cache.layers]
-        if not all(isinstance(c, torch.Tensor) for c in counters):
-            raise TypeError(f"{type(model).__name__}: its caches count on the host")
         given = {
             "input_ids": prompt[:, :1].clone(),
             "past_key_values": cache,
             "position_ids": torch.full((batch, 1), tokens, device=device),
         }
-        return Step(model, given, counters, [c.clone() for c in counters])
+        place = torch.tensor(tokens, device=device)
+        return Step(model, given, caches, place, counters, [c.clone() for c in counters])
 
     def logits(self, model: Any) -> torch.Tensor:
         """Logits ``[batch, words]`` of a model with these weights."""
         torch._foreach_copy_(self.counters, self.filled)
-        return model(**self.given).logits[:, -1]
+        like = self.model.get_input_embeddings().weight.new_empty(len(self.given["input_ids"]), 0)
+        mask = self.caches.masks(self.place, None, like)
+        return model(attention_mask=mask, **self.given).logits[:, -1]
 
     def in_float64(self) -> torch.Tensor:
         """The same logits, computed in float64."""
@@ -267,18 +299,27 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
 
 
 def make_sweep(
-    names: Sequence[str], batches: Sequence[int], peers: Sequence[Implementation]
+    names: Sequence[str], shapes: tuple[Shape, ...], peers: Sequence[Implementation]
 ) -> Sweep:
-    """The sweep of some models."""
+    """The sweep of some models; a shape is (sequences, tokens in the cache)."""
     items: list[Item] = []
     for name in names:
-        workload = workload_of(name, batches)
-        shapes: tuple[Shape, ...] = workload.shapes
+        workload = workload_of(name, shapes)
         items += [
-            Item(f"{name}/{shape[0]}", workload, shape, {"group": name}, DTYPE, case=ModelCase)
-            for shape in shapes
-        ]
+            Item(
+                f"{name}/{batch}/{tokens}", workload, (batch, tokens), {"group": name}, DTYPE,
+                case=ModelCase,
+            )
+            for batch, tokens in shapes
+        ]  # fmt: skip
     return Sweep("models", "Decoding steps of transformers models", tuple(items), (*READ, *peers))
+
+
+def _numbers(arguments: argparse.Namespace, option: str) -> list[int]:
+    given: str = getattr(arguments, option)
+    if not all(n.isdigit() and int(n) for n in given.split(",")):
+        raise ValueError(f"--{option} {given}: positive numbers, with commas between them")
+    return [int(n) for n in given.split(",")]
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -286,17 +327,18 @@ def main(argv: Sequence[str], prog: str) -> int:
     parser = argparse.ArgumentParser(prog=prog, description="Measure steps of models of a library.")
     parser.add_argument("--only", help=f"comma-separated subset of: {', '.join(MODELS)}")
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="sequences")
+    parser.add_argument(
+        "--tokens", default=",".join(map(str, TOKENS)), help="of a sequence, in the cache"
+    )
     add_sweep_options(parser, IMPLEMENTATIONS)
     parser.set_defaults(timeout=TIMEOUT_SECONDS)
     arguments = parser.parse_args(argv)
     try:
         names = names_of(arguments.only, tuple(MODELS), "--only")
-        batches = [int(n) for n in arguments.batches.split(",")]
+        batches, tokens = _numbers(arguments, "batches"), _numbers(arguments, "tokens")
         peers = selected(arguments, among=IMPLEMENTATIONS)
         check_options(arguments)
-        if min(batches) < 1:
-            raise ValueError(f"--batches {arguments.batches}: at least 1")
     except ValueError as error:
         parser.error(str(error))
-    sweep = make_sweep(names, batches, peers)
+    sweep = make_sweep(names, tuple(product(batches, tokens)), peers)
     return sweep_main(parser, arguments, sweep, settings_of(arguments, SETTINGS))

@@ -18,8 +18,9 @@ HEADINGS = LABELS | {
 METHOD = (
     "Milliseconds of a step, median; every implementation is one CUDA graph, and all columns of a "
     "line are interleaved in one run; logits checked against float64 before and after. Random "
-    "weights, bfloat16, 1024 tokens in a StaticCache of 2048. Floor: a kernel that reads the "
-    "weights and the filled part of the cache. Speedup: over the fastest correct PyTorch column."
+    "weights, bfloat16, a half full StaticCache, rings of `cs.generate` for windows. Floor: a "
+    "kernel that reads the weights and the filled part of the cache. Speedup: over the fastest "
+    "correct PyTorch column."
 )
 
 
@@ -27,7 +28,7 @@ def models_markdown(results: Case) -> str:
     """A line for each model and number of sequences."""
     names = [n for n in COLUMNS if any(_entry(c, n) for c in results["cases"])]
     ours = [n for n in names if n.startswith("cutesuper")]
-    header = ["model", "sequences", *(HEADINGS[n] for n in names), "floor", "speedup"]
+    header = ["model", "sequences", "tokens", *(HEADINGS[n] for n in names), "floor", "speedup"]
     rows = [_row(case, names, ours) for case in results["cases"]]
     parts = [markdown_table(header, rows), METHOD, *failures(results), f"{environments(results)}."]
     return "\n\n".join(parts)
@@ -63,7 +64,7 @@ def modules_markdown(results: Case) -> str:
 def _row(case: Case, names: list[str], ours: list[str]) -> Row:
     floor = case["floor_us"]["plain"]
     return [
-        case["group"], str(case["shape"][0]), *(_time(_entry(case, n)) for n in names),
+        case["group"], *map(str, case["shape"]), *(_time(_entry(case, n)) for n in names),
         number(floor and floor / 1e3, 3) or "?",
         " / ".join(ratio_cell(_entry(case, n), case) or "-" for n in ours),
     ]  # fmt: skip

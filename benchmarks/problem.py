@@ -184,9 +184,9 @@ def _carve(slab: torch.Tensor, specs: Sequence[TensorSpec], dtype: torch.dtype) 
     Not views of it, which torch.compile treats differently."""
     tensors, offset = [], 0
     for spec in specs:
-        strides = [1]
-        for extent in reversed(spec.dims[1:]):
-            strides.insert(0, strides[0] * extent)
+        strides: list[int] = []
+        for extent in reversed((*spec.dims[1:], 1)[: len(spec.dims)]):
+            strides.insert(0, extent * strides[0] if strides else 1)
         element = spec.element(dtype)
         tensor = torch.empty(0, dtype=element, device=slab.device)
         tensor.set_(slab.untyped_storage(), offset // element.itemsize, spec.dims, tuple(strides))

@@ -145,7 +145,7 @@ def test_undo(llama: Any) -> None:
     patch = cs.patch(llama)
     assert {n: id(p) for n, p in llama.named_parameters()} == parameters
     assert list(llama.state_dict()) == names and cs.Patch.of(llama) is patch
-    assert repr(patch) == "Patch(14 modules of LlamaForCausalLM)"
+    assert repr(patch) == "Patch(15 modules of LlamaForCausalLM)"
     assert facts(llama) != before and not torch.equal(llama(TOKENS).logits, expected)
     patch.undo()
     assert facts(llama) == before and llama.config._attn_implementation == "sdpa"
@@ -292,6 +292,7 @@ replaced
      2 x model.layers.*.post_attention_layernorm  LlamaRMSNorm -> cs.ops.rms_norm
      1 x model.norm                               LlamaRMSNorm -> cs.ops.rms_norm
      1 x lm_head                                  Linear -> cs.ops.linear_cross_entropy, if a loss alone sees the logits
+     1 x                                          LlamaForCausalLM -> steps: torch.compile(backend='cutesuper')
      1 x config                                   sdpa attention -> cs.ops.attention: training, prompts, decoding
 left as they are
      1 x model.layers.*.mlp  LlamaMLP -- it does not compute down(activation(gate(x)) * up(x)) with one of silu, gelu,

@@ -170,7 +170,7 @@ def test_only_what_is_asked_for(llama: Any) -> None:
             return {(e.now or "").partition(",")[0] for e in patch.report().entries}
 
     everything = now()
-    names = ("norms", "mlp", "qkv", "attention", "loss")
+    names = ("norms", "mlp", "qkv", "attention", "loss", "step")
     parts = [now(**{k: k == name for k in names}) for name in names]
     assert set.union(*parts) == everything and sum(map(len, parts)) == len(everything)
     assert now(**dict.fromkeys(names, False)) == set()

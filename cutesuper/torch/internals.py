@@ -24,6 +24,7 @@
   documented ways to read it would add guards.
 * ``SymInt.node.shape_env.guards``: the conditions on symbolic extents that a trace depends on.
 * ``source_name_to_debug_name`` of a ``shape_env``: the names of ``torch.export.Dim``.
+* ``torch._dynamo.exc``: the base class of what ``torch.compile`` raises while it compiles.
 * ``torch_fn`` and ``source_fn_stack`` in ``node.meta``: the function that the user called.
 """
 
@@ -46,6 +47,13 @@ T = TypeVar("T")
 
 #: compiles a functional graph: (graph module, fake inputs, **further arguments of Inductor)
 InnerCompile = Callable[..., Any]
+
+
+def compile_error() -> type[Exception]:
+    """The class of what ``torch.compile`` raises for a function that it cannot compile."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
 
 
 def compile_with(

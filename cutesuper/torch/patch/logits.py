@@ -223,12 +223,12 @@ def _loss(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 class ReplacedHead(Replacement):
-    """`forward` of the last layer of a language model."""
+    """The last layer of a language model."""
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def replaced(self, *args: Any, **options: Any) -> Any:
         """Pending logits in training, where they are large; the original for anything else."""
         if options or len(args) != 1 or not _is_worth(self, args[0]):  # type: ignore[arg-type]
-            return super().forward(*args, **options)  # type: ignore[misc]
+            return self.original(*args, **options)
         own = self.__dict__["_parameters"]
         x, weight, bias = args[0], own["weight"], own["bias"]
         written = tuple((t, version(t)) for t in (x, weight, bias) if t is not None)

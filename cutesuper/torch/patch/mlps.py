@@ -120,15 +120,15 @@ class GatedMLP:
 
 
 class ReplacedMLP(Replacement):
-    """`forward` of a gated MLP."""
+    """A gated MLP."""
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def replaced(self, *args: Any, **options: Any) -> Any:
         """The MLP of one tensor; the original for anything else."""
         how: GatedMLP = self.__dict__[HOW]
         modules: dict[str, nn.Module] = self.__dict__["_modules"]
         unusual = options or len(args) != 1 or not is_usual(args[0])
         if unusual or not how.may_skip(modules):
-            return super().forward(*args, **options)  # type: ignore[misc]
+            return self.original(*args, **options)
         layers = [modules[n] for n in how.layers]
         if all(type(m) is nn.Linear and not is_observed(m) for m in layers):
             made = fused.run(*how.whole(layers), args[0])

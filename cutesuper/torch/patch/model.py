@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from cutesuper.errors import PatchError
-from cutesuper.torch.patch import logits, mlps, norms, projections
+from cutesuper.torch.patch import logits, mlps, norms, projections, steps
 from cutesuper.torch.patch.probing import Failed
 from cutesuper.torch.patch.replacement import is_own, restore
 from cutesuper.torch.patch.report import Entry, Report, refused
@@ -100,8 +100,9 @@ def patch(
     qkv: bool = True,
     attention: bool = True,
     loss: bool = True,
+    step: bool = True,
 ) -> Patch:
-    """Let a model compute its norms, gated MLPs, projections, attention and loss with cutesuper.
+    """Let a model compute with cutesuper: norms, MLPs, projections, attention, loss, and steps.
 
     Modules are recognized by their results, not by their names: copies are called on random
     numbers, and so is each replacement before it is installed. Parameters, ``state_dict``, hooks
@@ -119,6 +120,8 @@ def patch(
             cache of fixed length.
         loss: in training, the cross entropy of logits that nothing else reads:
             `cutesuper.ops.linear_cross_entropy`.
+        step: without gradients, few positions with a cache of fixed length: the whole model, by
+            ``torch.compile(backend="cutesuper")`` at the first such call.
 
     Returns:
         A `Patch`: ``report()`` lists the changes, ``undo()`` undoes them, as does leaving ``with
@@ -142,6 +145,8 @@ def patch(
         made._entries += unclaimed(model, {e.path for e in made._entries})
     if loss and (head := logits.head_of(model)) is not None:
         made._entries.append(_replaced(made, logits, *head))
+    if step and (whole := steps.head_of(model)) is not None:
+        made._entries.append(_replaced(made, steps, *whole))
     if attention:
         entries, made._configs = _attention_of(model)
         made._entries += entries

@@ -57,15 +57,15 @@ class Norm:
 
 
 class ReplacedNorm(Replacement):
-    """`forward` of a norm."""
+    """A norm."""
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def replaced(self, *args: Any, **options: Any) -> Any:
         """The norm of one tensor; the original for anything else."""
         how: Norm = self.__dict__[HOW]
         weight: Tensor = getattr(self, how.weight)
         usual = not options and len(args) == 1 and is_usual(args[0], weight)
         if not usual or args[0].shape[-1:] != weight.shape:
-            return super().forward(*args, **options)  # type: ignore[misc]
+            return self.original(*args, **options)
         eps = _epsilon(self, how.eps, args[0])  # type: ignore[arg-type]
         if how.kind == "RMSNorm":
             return rms_norm(args[0], weight, eps=eps, weight_offset=how.offset)

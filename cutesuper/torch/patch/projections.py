@@ -116,15 +116,15 @@ class Group:
 
 
 class ReplacedProjection(Replacement):
-    """`forward` of one of several linear layers of the same tensor."""
+    """One of several linear layers of the same tensor."""
 
-    def forward(self, *args: Any, **options: Any) -> Any:
+    def replaced(self, *args: Any, **options: Any) -> Any:
         """The layer's product, computed before if possible."""
         made = None
         alone = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not (alone or options or len(args) != 1):
             made = self.__dict__[HOW].product(self, args[0])
-        return super().forward(*args, **options) if made is None else made  # type: ignore[misc]
+        return self.original(*args, **options) if made is None else made
 
 
 @dataclass(frozen=True)

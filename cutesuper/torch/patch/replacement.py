@@ -8,9 +8,13 @@ name of the original, since models and wrapping policies look at names.
 from __future__ import annotations
 
 import copyreg
-from functools import cache
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -19,9 +23,35 @@ HOW = "_cutesuper_how"
 _MADE = "_cutesuper_made"
 
 
+_thread = threading.local()
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Let replaced modules run their originals, in this thread."""
+    before = _is_as_written()
+    _thread.as_written = True
+    try:
+        yield
+    finally:
+        _thread.as_written = before
+
+
+@torch.compiler.assume_constant_result  # nothing in a compiled model asks again
+def _is_as_written() -> bool:
+    return getattr(_thread, "as_written", False)
+
+
 class Replacement:
-    """Base of the classes put in front of the original one.
-    Its ``forward`` is ours, and calls ``super().forward`` for unsupported calls."""
+    """Base of the classes put in front of the original one."""
+
+    def replaced(self, *args: Any, **options: Any) -> Any:
+        """The result of a call; that of `original` for unsupported ones."""
+        raise NotImplementedError
+
+    def original(self, *args: Any, **options: Any) -> Any:
+        """The result of the original."""
+        return super().forward(*args, **options)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by base classes.
@@ -34,7 +64,17 @@ class Replacement:
 
 @cache
 def _subclass(replacement: type[Replacement], original: type[nn.Module]) -> type[nn.Module]:
-    names = {_MADE: True, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    @wraps(original.forward)  # its arguments are looked at
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        computed = self.original if _is_as_written() else self.replaced
+        return computed(*args, **options)
+
+    names = {
+        _MADE: True,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "forward": forward,
+    }
     return type(original.__name__, (replacement, original), names)
 
 
