@@ -344,6 +344,7 @@ class Clock:
     device = torch.device("cpu")
     l2_bytes = 1
     recorded: int = 0
+    compiled: int = 0
     replays: list[int] = field(default_factory=list)
 
     def free_bytes(self) -> int:
@@ -363,8 +364,12 @@ class Clock:
 
 
 def take_faster(monkeypatch: pytest.MonkeyPatch, model: Any, x: Any, clock: Clock) -> Any:
+    def eager(module: Any, inputs: Any, options: Any) -> Any:
+        clock.compiled += 1
+        return lambda given: module(*given)
+
     monkeypatch.setattr(measure, "device_of", lambda device: clock)
-    monkeypatch.setattr(selection, "_compiled", lambda m, inputs, options: lambda given: m(*given))
+    monkeypatch.setattr(selection, "_compiled", eager)
     monkeypatch.setattr(internals, "compile_for_trial", internals.run_eagerly)
     call, reports = compiled(model, take="faster")
     with torch.no_grad():
@@ -514,9 +519,45 @@ def test_what_is_out_of_reach_is_not_compiled(
     v = region.verdict
     assert bool(compiled_here) == tried == v.taken
     assert clock.recorded == (5 if tried else 1) and v.inductor_us == pytest.approx(theirs)
+    assert clock.compiled == (2 if tried else 1), "Inductor's code is compiled once"
     if not tried:
         assert v.reason == f"{v.predicted_us:.1f} us expected, Inductor's code 1.0 us"
         assert v.measured_us is None and region.seconds.trial > 0
+
+
+def test_there_is_an_end_to_trials_of_little_hope(
+    monkeypatch: pytest.MonkeyPatch, gated: Any
+) -> None:
+    """What the model expects to be faster is tried, however long that takes; the rest later."""
+    kept, factor = selection._found, 1.01
+    monkeypatch.setattr(
+        selection, "_found", lambda c: replace(v := kept(c), predicted_us=v.baseline_us * factor)
+    )
+    monkeypatch.setattr(selection, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(case, "halves", lambda region: None)
+
+    def faster() -> tuple[Verdict, int]:
+        torch.compiler.reset()
+        selection._verdicts.clear()
+        clock = Clock([2.0, 100.0] if factor < 1 else [100.0, 2.0, 100.0, 2.0, 100.0])
+        [region] = take_faster(monkeypatch, *gated, clock).regions
+        return region.verdict, clock.recorded
+
+    verdict, recorded = faster()
+    assert not verdict.taken and recorded == 0 and verdict.passing
+    assert "expected" in verdict.reason and "not timed, since choosing" in verdict.reason
+    monkeypatch.setattr(selection, "PATIENCE_S", 100.0)
+    assert faster()[0].taken, "the next process goes on"
+    KernelCache().clear()
+    monkeypatch.setattr(selection, "PATIENCE_S", -1.0)
+    factor = 0.99
+    assert faster()[0].taken
+
+
+def test_what_is_slower_is_not_checked(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
+    monkeypatch.setattr(case, "halves", lambda region: None)
+    monkeypatch.setattr(selection, "_checked", lambda *_: pytest.fail("it is slower anyway"))
+    assert take_faster(monkeypatch, *gated, Clock([100.0, 2.0])).taken == 0
 
 
 def test_the_folder_of_records_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

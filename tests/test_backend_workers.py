@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from pickle import PicklingError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
 
 def test_two_workers_decide_the_same(two: Workers, alone: Verdicts) -> None:
     assert decided(two) == (alone, 0)
+
+
+def test_what_saves_most_is_decided_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is ready; what nothing was sent away for takes no time."""
+    monkeypatch.setattr(ahead, "shared", lambda: None)
+    cases: list[Any] = [SimpleNamespace(place=name) for name in "abcde"]
+    work = ahead.Ahead(())
+    work._gains = {"a": -5.0, "b": 3.0, "c": 7.0, "d": 2.0}
+    compiles = Future[Any]()
+    work._jobs = {"c": [compiles]}
+    order = [cases.pop(work.next(cases)).place for _ in range(2)]
+    compiles.set_result(None)
+    order += [cases.pop(work.next(cases)).place for _ in range(3)]
+    assert "".join(order) == "ebcda"
 
 
 def test_errors_are_those_of_this_process(two: Workers) -> None:

@@ -8,9 +8,10 @@ that is lost with its process, or that cannot be sent, runs in this process when
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from math import inf
 from pickle import PicklingError
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,7 @@ from cutesuper import pipeline
 from cutesuper.errors import CompileError, CutesuperError
 from cutesuper.runtime.cache import KernelCache, warn_once
 from cutesuper.runtime.workers import WorkerLost, Workers, compile_into, shared
+from cutesuper.search.bounds import TooDear
 from cutesuper.torch.compile.case import Case, Place
 
 
@@ -37,6 +39,8 @@ class Ahead:
         #: searches whose results were not looked at, and their cases
         self._searches: dict[Future[pipeline.Outcome], Case] = {}
         self._jobs: dict[Place, list[Future[Any]]] = {}
+        #: microseconds that the model expects programs to save
+        self._gains: dict[Place, float] = {}
 
     def __enter__(self) -> Ahead:
         return self
@@ -64,15 +68,21 @@ class Ahead:
                 future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
                 self._jobs[case.place], self._searches[future] = [future], case
 
-    def wait(self, case: Case) -> None:
-        """Wait until everything about a region that was sent away is done.
-        What follows from other results meanwhile is sent."""
-        with suppress(CutesuperError):
-            while missing := self._missing(case.place):
-                done, _ = wait({*missing, *self._searches}, return_when=FIRST_COMPLETED)
-                for future in [f for f in self._searches if f in done]:
-                    self._follow(future, self._searches.pop(future))
-            self._check_compiled(case)
+    def next(self, cases: Sequence[Case]) -> int:
+        """The place of the case that is to be decided next: the one that is expected to save most.
+        Of those of which nothing that was sent away is missing, and it is waited for one. What
+        follows from results meanwhile is sent."""
+        while True:
+            missing = [self._missing(case.place) for case in cases]
+            ready = [n for n, futures in enumerate(missing) if not futures]
+            if ready:
+                chosen = max(ready, key=lambda n: self._gains.get(cases[n].place, inf))
+                self._check_compiled(cases[chosen])
+                return chosen
+            awaited = {f for futures in missing for f in futures} | {*self._searches}
+            done, _ = wait(awaited, return_when=FIRST_COMPLETED)
+            for future in [f for f in self._searches if f in done]:
+                self._follow(future, self._searches.pop(future))
 
     def _missing(self, place: Place) -> list[Future[Any]]:
         jobs = self._jobs.get(place, ())
@@ -87,6 +97,7 @@ class Ahead:
                 warn_once(f"a search {error}; it is done in this process")
             return
         case.program.bring(case.sample.extents, case.target, case.most_us, outcome)
+        self._gains[case.place] = case.inductor_us - _expected_us(outcome)
         if isinstance(outcome.found, CutesuperError) or _refused(case, outcome.found[1]):
             for part in case.parts:
                 self.begin(part)
@@ -106,6 +117,13 @@ class Ahead:
             if isinstance(error := future.exception(), WorkerLost):
                 died = pipeline.Outcome(CompileError(f"a kernel: the compiler {error}"), 0.0)
                 case.program.bring(case.sample.extents, case.target, case.most_us, died)
+
+
+def _expected_us(outcome: pipeline.Outcome) -> float:
+    """Microseconds that the model expects of what was found; at least, if it is too dear."""
+    if isinstance(outcome.found, TooDear):
+        return outcome.found.least_us
+    return inf if isinstance(outcome.found, CutesuperError) else outcome.found[1].candidate.cost_us
 
 
 def _refused(case: Case, choice: pipeline.Choice) -> bool:

@@ -57,11 +57,13 @@ class Case:
     Attributes:
         region: nodes with fake tensors in ``meta["val"]``.
         options: of the backend.
+        until: the end of the time for trials of little hope, of ``time.monotonic()``.
         seconds: spent on it so far.
     """
 
     region: Region
     options: BackendOptions
+    until: float = inf
     seconds: Seconds = field(default_factory=Seconds, compare=False)
 
     @cached_property
@@ -118,7 +120,7 @@ class Case:
     def parts(self) -> tuple[Case, ...]:
         """The halves of the region, if each can have something to gain."""
         found = halves(self.region) if self.anchors > 1 else None
-        return tuple(Case(part, self.options) for part in found or ())
+        return tuple(Case(part, self.options, self.until) for part in found or ())
 
     # ------------------------------------------------------------------------- without a refusal
 
