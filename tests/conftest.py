@@ -185,6 +185,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return run
 
     monkeypatch.setattr(Program, "_runner", noted)
+    monkeypatch.setattr(Program, "_quick", lambda *_: None)  # which asks for no runner
     return found
 
 

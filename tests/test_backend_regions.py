@@ -16,6 +16,7 @@ import pytest
 import cutesuper as cs
 from cutesuper.errors import (
     DeviceError,
+    DTypeError,
     FormatError,
     GraphError,
     OptionError,
@@ -1063,3 +1064,95 @@ class Function(torch.nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.f(*args)
+
+
+# --- calls of the same form -----------------------------------------------------------------------
+
+
+class Counted:
+    """A program on the CPU, which counts as a GPU, whose kernels are the reference executor.
+
+    Attributes:
+        program: of the graph.
+        launches: number of calls of its kernels.
+    """
+
+    def __init__(self, graph: Any, monkeypatch: pytest.MonkeyPatch, between: Any = ()) -> None:
+        self.program, self.launches = program_of(key_of(graph)), 0
+        self.between = between
+        monkeypatch.setattr(self.program, "variant", self._variant)
+        monkeypatch.setattr(region_operator, "KERNEL_DEVICES", {"cpu"})
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        self.checks: list[int] = []
+        checked = self.program._checked
+        monkeypatch.setattr(
+            self.program, "_checked", lambda *a: self.checks.append(1) or checked(*a)
+        )
+
+    def _variant(self, extents: Any, device: Any) -> Any:
+        def launch(values: list[Any]) -> None:
+            self.launches += 1
+            count = len(self.program.graph.inputs)
+            outputs = len(self.program.graph.outputs)
+            assert [tuple(t.shape) for t in values[count + outputs :]] == [
+                s for s, _ in self.between
+            ]
+            self.program._reference(values[:count], values[count : count + outputs], 0)
+
+        return SimpleNamespace(launches=Launches(self.between, launch))
+
+    def __call__(self, *inputs: Any, places: Any = ()) -> tuple[Any, bool]:
+        """The results, and whether the call was checked."""
+        self.checks.clear()
+        return self.program(list(inputs), places), bool(self.checks)
+
+
+@torch.no_grad()
+def test_calls_of_a_known_form_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Counted(norm_linear(rows=8), monkeypatch, between=[((8, 3), torch.float32)])
+    x, w = tensors(8)
+    expected, checked = call(x, w)
+    assert checked
+    found, checked = call(x, w)
+    assert not checked and call.launches == 2 and all(map(torch.equal, found, expected))
+    assert [(t.dtype, t.stride()) for t in found] == [(t.dtype, t.stride()) for t in expected]
+    assert found[0].data_ptr() != expected[0].data_ptr()
+    others = [x.T.contiguous().T, torch.cat((x.new_zeros(1), x.flatten()))[1:].view(8, 32)]
+    for other in others:  # not contiguous, not aligned
+        found, checked = call(other, w)
+        assert checked and all(map(torch.equal, found, expected))
+    for wrong in (x[:4], x.float()):
+        with pytest.raises((ShapeError, DTypeError)):
+            call(wrong, w)
+    with pytest.raises(ShapeError):
+        call.program([x])
+    with torch.enable_grad(), pytest.raises(GraphError, match="no backward"):
+        call(x.clone().requires_grad_(), w)
+
+
+@torch.no_grad()
+def test_calls_with_open_extents_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Counted(norm_linear(), monkeypatch)
+    for rows in (8, 8, 16):
+        expected, checked = call(*tensors(rows))
+        assert checked and expected[0].shape == (rows, 48)
+
+
+@torch.no_grad()
+def test_rows_are_put_in_place_by_calls_of_a_known_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = cs.new_kernel_graph()
+    table = g.new_input((6, 16), cs.bfloat16, "table")
+    rows, index = g.new_input((2, 16), cs.bfloat16, "rows"), g.new_input((2,), cs.int64, "index")
+    g.mark_output(g.put_rows(table, index, rows))
+    call = Counted(g, monkeypatch)
+    inputs = [torch.randn(6, 16).bfloat16(), torch.randn(2, 16).bfloat16(), torch.tensor([4, 1])]
+    for n in range(2):
+        own = inputs[0].clone()
+        expected = own.clone().index_put_((inputs[2],), inputs[1])
+        found, checked = call(own, *inputs[1:], places=[0])
+        assert found == [] and checked == (n == 0) and torch.equal(own, expected)
+        own = inputs[0].clone()
+        [found], checked = call(own, *inputs[1:])
+        assert checked and torch.equal(own, inputs[0]) and torch.equal(found, expected)
+    assert call.launches == 4

@@ -6,15 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import DeviceError, DTypeError, GraphError
-from cutesuper.ir.dims import Shape, Symbol, open_size
+from cutesuper.ir.dims import Shape, Symbol, extent, open_size
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.runtime.checks import Signature, check_size, refuse_tangents
+from cutesuper.runtime.checks import ALIGNMENT, Signature, check_size, refuse_tangents
 from cutesuper.runtime.programs import KERNEL_DEVICES
 
 if TYPE_CHECKING:
@@ -104,6 +105,71 @@ def launcher(launches: Launches, device: torch.device) -> Runner:
         return launch(values)
 
     return run
+
+
+#: runs a program on the inputs of its graph and returns new tensors; None if they are others than
+#: it was prepared for
+Prepared = Callable[["Sequence[torch.Tensor]"], "list[torch.Tensor] | None"]
+
+
+def prepared(
+    signature: Signature, launches: Launches, device: torch.device, places: Sequence[int] = ()
+) -> Prepared | None:
+    """The call of a program with the least work on the host.
+    Besides the kernel's it takes 2.2 us with two inputs and an output, where checks that can say
+    what is wrong, and calls of PyTorch's own, take 6.3.
+
+    Args:
+        signature: of the graph.
+        launches: its kernels.
+        device: of all tensors.
+        places: outputs for which the input that rows are put into is changed in place; they are not
+            returned.
+
+    Returns:
+        None if an extent is known only at the call, or an output is a copy of an input.
+    """
+    import torch
+
+    continued = signature.continued
+    if signature.symbols or set(continued) - set(places):
+        return None
+    index = -1 if device.index is None else device.index
+    current = torch._C._cuda_getDevice if device.type == "cuda" else lambda: index
+    recording, launch = torch.is_grad_enabled, launches.launch
+    # as Inductor's code allocates: on the current device, in a third of torch.empty's time
+    new = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
+    expected = list(zip(signature.shapes, signature.dtypes, strict=True))
+    made = [
+        continued[n] if n in places else _layout(*output)
+        for n, output in enumerate(signature.outputs)
+    ]
+    returned = [n for n in range(len(made)) if n not in places]
+    between = None if launches.homes else [_layout(*spec) for spec in launches.intermediates]
+
+    def call(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        if len(inputs) != len(expected) or index != current():
+            return None
+        records = recording()
+        for t, (shape, dtype) in zip(inputs, expected, strict=True):
+            good = t.shape == shape and t.dtype is dtype and t.is_contiguous()
+            good = good and t.get_device() == index and not t.data_ptr() % ALIGNMENT
+            if not good or (records and t.requires_grad):
+                return None
+        outputs = [inputs[m] if isinstance(m, int) else new(*m) for m in made]
+        if between is None:
+            rest = launches.between(extent, device)
+        else:
+            rest = [new(*spec) for spec in between]
+        launch([*inputs, *outputs, *rest])
+        return outputs if len(returned) == len(outputs) else [outputs[n] for n in returned]
+
+    return call
+
+
+def _layout(shape: Shape, dtype: Any) -> tuple[Shape, Shape, Any]:
+    """Extents, strides and type of a new tensor."""
+    return shape, tuple(prod(map(extent, shape[n + 1 :])) for n in range(len(shape))), dtype
 
 
 class Program(ABC):
