@@ -516,6 +516,7 @@ def choose(
         most_us: see `search`.
 
     Raises:
+        TooDear: every program costs more than ``most_us``.
         SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
     """
     target = options.target
@@ -536,6 +537,9 @@ def choose(
         near=near,
         most_us=most_us,
     )
+    cheapest = result.candidates[0].cost_us if result.candidates else inf
+    if most_us < cheapest < inf and result.statistics.complete:
+        raise TooDear(cheapest, most_us)  # nobody wants it verified
     choice, first = _runnable(graph, options, result, verifier)
     if choice is not None:
         return result, choice

@@ -130,15 +130,16 @@ def prepared(
         None if an extent is known only at the call, or an output is a copy of an input.
     """
     import torch
+    from torch._C._dynamo import guards
 
     continued = signature.continued
     if signature.symbols or set(continued) - set(places):
         return None
-    index = -1 if device.index is None else device.index
-    current = torch._C._cuda_getDevice if device.type == "cuda" else lambda: index
+    gpu = device.type == "cuda"
+    index, current = (device.index, torch._C._cuda_getDevice) if gpu else (-1, lambda: -1)
     recording, launch = torch.is_grad_enabled, launches.launch
     # as Inductor's code allocates: on the current device, in a third of torch.empty's time
-    new = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
+    new = getattr(guards, f"_empty_strided_{device.type}")
     expected = list(zip(signature.shapes, signature.dtypes, strict=True))
     made = [
         continued[n] if n in places else _layout(*output)

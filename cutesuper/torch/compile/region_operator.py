@@ -258,7 +258,7 @@ class Program:
 
     def _prepare(self, device: torch.device, places: Sequence[int]) -> None:
         """Let the next call like this one be quick."""
-        key = (-1 if device.index is None else device.index, *places)
+        key = (device.index if device.type == "cuda" else -1, *places)
         if not self.symbols and key not in self._prepared:
             launches = self.variant((), device).launches
             self._prepared[key] = prepared(self._signature, launches, device, places)
