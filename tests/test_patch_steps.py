@@ -101,6 +101,97 @@ def test_other_calls_run_part_by_part(state: Any) -> None:
     assert not compiled(model) and not state["reports"]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 8}])
+def test_a_loop_over_growing_tokens(state: Any, options: Any) -> None:
+    """Windows count on the host, and views of a list of tokens have its strides."""
+    model = new_model("Mistral", **options)
+
+    def loop() -> Any:
+        cache = transformers.StaticCache(model.config, max_cache_len=64)
+        tokens, given, made = TOKENS[:, :9], TOKENS[:, :9], []
+        for n in range(12):
+            made.append(model(input_ids=given, past_key_values=cache).logits[:, -1])
+            tokens = torch.cat((tokens, tokens[:, n : n + 1]), 1)
+            given = tokens[:, -1:]
+        return torch.stack(made)
+
+    expected = loop()
+    cs.patch(model)
+    torch.testing.assert_close(loop(), expected)
+    assert len(state["reports"]) == len(compiled(model)) == (not options)
+
+
+@torch.no_grad()
+def test_a_mask_that_grows_is_no_step(state: Any) -> None:
+    model = new_model("Llama")
+    cs.patch(model)
+    cache = transformers.StaticCache(model.config, max_cache_len=32)
+    model(TOKENS[:, :8], past_key_values=cache, attention_mask=torch.ones(2, 8))
+    for n in (9, 10):
+        mask = torch.ones(2, n, dtype=torch.long)
+        model(TOKENS[:, n - 1 : n], past_key_values=cache, attention_mask=mask)
+    assert not state["reports"]
+    model(TOKENS[:, 10:11], past_key_values=cache, attention_mask=torch.ones(2, 32))
+    assert len(state["reports"]) == 1
+
+
+def test_hooks_that_come_later_are_called(state: Any) -> None:
+    model = new_model("Llama")
+    cs.patch(model)
+    stepped(model)
+    seen: list[Any] = []
+    for part in (model.model.layers[1], model.model.layers[0].mlp, model.lm_head):
+        hook = part.register_forward_hook(lambda _, args, out: seen.append(1))
+        stepped(model)
+        assert len(seen) == 4
+        hook.remove()
+        seen.clear()
+        stepped(model)
+        assert not seen
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    stepped(model)
+    count = len(seen)
+    hook.remove()
+    assert count > 4 * len(list(model.modules())) / 2
+
+
+@torch.no_grad()
+def test_more_compilations_than_pytorch_allows(state: Any) -> None:
+    model = new_model("Llama")
+    patch = cs.patch(model)
+    expected = stepped(model)
+    for n in range(10):
+        model.model.norm.variance_epsilon = 1e-6 * (1 + n)
+        found = stepped(model)
+    model.model.norm.variance_epsilon = 1e-6
+    torch.testing.assert_close(stepped(model), expected)
+    assert found.shape == expected.shape and not compiled(model)
+    assert "steps:" in str(patch.report())
+
+
+def test_the_compiler_may_be_off(state: Any) -> None:
+    model = new_model("Llama")
+    expected = stepped(model)
+    cs.patch(model)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(stepped(model), expected)
+    with torch._dynamo.config.patch(disable=True):
+        torch.testing.assert_close(stepped(model), expected)
+    assert not state["reports"] and not model.__dict__["_cutesuper_how"].kinds
+
+
+def test_another_model_of_the_class_of_a_patched_one(state: Any) -> None:
+    model = new_model("Llama")
+    expected = stepped(model)
+    cs.patch(model)
+    other = type(model)(model.config).eval()
+    assert type(other) is transformers.LlamaForCausalLM
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(stepped(other), expected)
+    cs.patch(other).undo()
+
+
 def test_nothing_is_compiled_while_a_graph_is_captured(state: Any) -> None:
     model = new_model("Llama")
     cs.patch(model)
@@ -136,13 +227,16 @@ def test_kinds_are_limited_and_failures_are_said(
     assert not compiled(other) and "raised: CutesuperError: no such thing" in str(patch.report())
 
 
-@pytest.mark.parametrize("where", ["hf_device_map", "hf_quantizer"])
-def test_models_that_cannot_be_compiled_are_left(where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [("hf_device_map", {"a": 0, "b": "cpu"}), ("_can_compile_fullgraph", False),
+     ("hf_quantizer", SimpleNamespace(is_compileable=False))],
+)  # fmt: skip
+def test_models_that_cannot_be_compiled_are_left(where: str, value: Any) -> None:
     model = new_model("Llama")
-    quantizer = SimpleNamespace(is_compileable=False)
-    setattr(model, where, {"a": 0, "b": "cpu"} if where == "hf_device_map" else quantizer)
+    setattr(model, where, value)
     [entry] = [e for e in cs.patch(model).report().left if e.was == "LlamaForCausalLM"]
-    assert "devices" in entry.why or "quantization" in entry.why
+    assert any(word in entry.why for word in ("devices", "quantization", "whole"))
     assert cs.patch(new_model("Llama"), step=False).report().left == ()
 
 

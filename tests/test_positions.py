@@ -248,6 +248,25 @@ def test_a_mask_that_is_added_to_scores(
         check(program, attend, (q, k, v, torch.full((batch,), position)))
 
 
+@pytest.mark.filterwarnings("error:.*please report")
+def test_a_mask_behind_another_input() -> None:
+    """The cache is written at a place that is computed from the mask's limit."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> Tensor:
+        place = torch.arange(1) + p
+        k.index_copy_(2, place, q)
+        seen = torch.where(torch.arange(S) <= place[:, None], 0.0, torch.finfo(torch.float32).min)
+        return F.softmax(q @ k.mT + seen, -1) @ v
+
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (1, S, S))
+    compiled = torch.compile(step, backend="cutesuper", options={"take": "all"}, dynamic=False)
+    expected, own = k.clone(), k.clone()
+    with torch.no_grad():
+        found = compiled(q, own, v, torch.tensor(6))
+        torch.testing.assert_close(found, step(q, expected, v, torch.tensor(6)))
+    assert torch.equal(own, expected)
+
+
 @pytest.mark.parametrize("name", ["bool", "added", "for each head", "where tensors"])
 @pytest.mark.parametrize("heads", [2, 4])
 def test_any_batch(monkeypatch: pytest.MonkeyPatch, name: str, heads: int) -> None:

@@ -24,7 +24,8 @@
   documented ways to read it would add guards.
 * ``SymInt.node.shape_env.guards``: the conditions on symbolic extents that a trace depends on.
 * ``source_name_to_debug_name`` of a ``shape_env``: the names of ``torch.export.Dim``.
-* ``torch._dynamo.exc``: the base class of what ``torch.compile`` raises while it compiles.
+* ``torch._dynamo``: the classes of what ``torch.compile`` raises while it compiles, the stance that
+  ``torch.compiler.set_stance`` sets, and whether it is disabled.
 * ``torch_fn`` and ``source_fn_stack`` in ``node.meta``: the function that the user called.
 """
 
@@ -49,11 +50,19 @@ T = TypeVar("T")
 InnerCompile = Callable[..., Any]
 
 
-def compile_error() -> type[Exception]:
-    """The class of what ``torch.compile`` raises for a function that it cannot compile."""
-    from torch._dynamo.exc import TorchDynamoException
+def compile_errors() -> tuple[type[Exception], ...]:
+    """The classes of what ``torch.compile`` raises for a function that it cannot compile."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return TorchDynamoException
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def is_compiler_on() -> bool:
+    """True if functions of ``torch.compile`` are compiled when they are called."""
+    from torch._dynamo import config, eval_frame
+
+    stance = eval_frame._stance
+    return not config.disable and stance.stance == "default" and not stance.skip_guard_eval_unsafe
 
 
 def compile_with(

@@ -29,6 +29,11 @@ from cutesuper.torch.aten.views import Filled, negated, turned
 
 #: masks that are added to scores
 _FILLED = ("added", "lowest")
+#: operators of which a large negative number and -inf have one result, or that look for the largest
+_EXPONENTIALS = {
+    torch.ops.aten.exp.default, torch.ops.aten.softmax.int, torch.ops.aten._softmax.default,
+    torch.ops.aten._safe_softmax.default, torch.ops.aten.amax.default,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,21 @@ def added_mask(node: fx.Node, a: Arguments) -> fx.Node | None:
         if isinstance(found, Condition) and found.kind in _FILLED and not found.given:
             return mask if _between_products(scores, node) else None
     return None
+
+
+def lowered(node: fx.Node) -> set[fx.Node]:
+    """The nodes whose hidden elements are the lowest number, or near it, and -inf in a kernel.
+    They are a sum of scores and a mask with that number, and what follows up to exponentials and
+    products, which do not tell them apart. Empty for another node."""
+    mask = mask_read(node) if node.target is torch.ops.aten.add.Tensor else None
+    found = None if mask is None else marks_of(mask)
+    if not isinstance(found, Condition) or found.kind != "lowest":
+        return set()
+
+    def behind(n: fx.Node) -> list[fx.Node]:
+        return [u for u in n.users if u.target not in _EXPONENTIALS and not products(u)]
+
+    return set(reachable([node], behind))
 
 
 def _between_products(scores: fx.Node, masked: fx.Node) -> bool:

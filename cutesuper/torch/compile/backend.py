@@ -137,11 +137,11 @@ def take_regions(
         without_seeds(gm.graph)
         settle_forms(gm.graph)
         found = partition(gm.graph, constants=unwritten(gm.graph))
+        decisions, whole = compare(gm, decide(found.regions, options), options, compiled)
     except Exception as error:  # whatever the error, Inductor can compile the graph
-        why = f"no regions were looked for ({type(error).__name__}: {error})"
+        why = f"no regions were chosen ({type(error).__name__}: {error})"
         _complain(why)
         return nothing_taken(phase, gm.graph, why)
-    decisions, whole = compare(gm, decide(found.regions, options), options, compiled)
     taken = [d for d in decisions if d.verdict.taken]
     calls = [Call(d.region, region_operator, (d.key,), region_in_place) for d in taken]
     done = {copy for call in calls for copy in changed(call).values()}

@@ -200,7 +200,9 @@ def alone(region: Region) -> tuple[fx.Graph, Region]:
     def belongs(n: fx.Node) -> bool:
         return n not in stops and (n in inside or is_free(n))
 
-    for node in ordered(ends, lambda n: n.all_input_nodes if belongs(n) else ()):
+    found = ordered(ends, lambda n: n.all_input_nodes if belongs(n) else ())
+    # limits that are read behind another input are not reached from the results
+    for node in dict.fromkeys((*found, *(o.node for o in region.inputs))):
         if not belongs(node):
             new[node] = graph.create_node("placeholder", f"x{len(new)}", name=f"x{len(new)}")
         else:

@@ -55,9 +55,10 @@ class Patch:
         for module in self._modules:
             if not is_own(module) or "forward" in module.__dict__:
                 paths = (n for n, m in self._model.named_modules() if m is module)
+                path = next(paths, "a module that is no longer in the model")
                 raise PatchError(
-                    f"undo: {next(paths, 'a module that is no longer in the model')} was wrapped "
-                    "by something else after patch(); undo that first"
+                    f"undo: {path or 'the model'} was wrapped by something else after patch(); "
+                    "undo that first"
                 )
         for module in self._modules:
             restore(module)

@@ -66,21 +66,29 @@ class Replacement:
 def _subclass(replacement: type[Replacement], original: type[nn.Module]) -> type[nn.Module]:
     @wraps(original.forward)  # its arguments are looked at
     def forward(self: Any, *args: Any, **options: Any) -> Any:
-        computed = self.original if _is_as_written() else self.replaced
-        return computed(*args, **options)
+        if _is_as_written() or HOW not in self.__dict__:  # undone by a hook, just now
+            return original.forward(self, *args, **options)
+        return self.replaced(*args, **options)
+
+    def another(cls: type, *args: Any, **options: Any) -> Any:
+        """A module that ``type(model)(config)`` makes, which nobody has replaced.
+        Without arguments a copy, as PyTorch makes them."""
+        if args or options:
+            return original(*args, **options)
+        return original.__new__(cls)
 
     names = {
         _MADE: True,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
+        "__new__": another,
         "forward": forward,
     }
     return type(original.__name__, (replacement, original), names)
 
 
 def _new(replacement: type[Replacement], original: type[nn.Module], *args: Any) -> nn.Module:
-    kind = _subclass(replacement, original)
-    return kind.__new__(kind, *args)
+    return original.__new__(_subclass(replacement, original), *args)
 
 
 def is_own(module: Any) -> bool:
@@ -105,7 +113,9 @@ def copied(module: nn.Module, **parts: Any) -> nn.Module:
 
     Parameters and buffers that are not named are shared with the original, children are copied.
     """
-    twin = type(module).__new__(type(module))
+    kind = type(module)
+    maker: Any = kind.__bases__[1] if is_own(module) else kind
+    twin: nn.Module = maker.__new__(kind)
     twin.__dict__.update(module.__dict__)
     own = dict(module._parameters)
     twin.__dict__["_parameters"] = own | {k: v for k, v in parts.items() if k in own}
