@@ -267,16 +267,16 @@ def merged(loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_name: dict[str, dict[str, Any]] = {}
     for results in loaded:
         first = by_name.get(results["name"])
+        runs = results.get("environments", [results["environment"]])
         if not _kind(results).merges:
             kept.append(results)
         elif first is None:
-            by_name[results["name"]] = results | {"environments": [results["environment"]]}
+            by_name[results["name"]] = results | {"environments": list(runs)}
             kept.append(by_name[results["name"]])
         else:
             cases = {case["key"]: case for case in (*first["cases"], *results["cases"])}
             first["cases"] = list(cases.values())
-            if results["environment"] not in first["environments"]:
-                first["environments"].append(results["environment"])
+            first["environments"] += [e for e in runs if e not in first["environments"]]
     return kept
 
 
