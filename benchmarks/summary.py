@@ -59,7 +59,7 @@ CHOICES = (
     Choice("prefill", "prefill/4096", "attention, causal prefill, 4096 tokens"),
     Choice("training", "rmsnorm/rms_norm/backward/4096x4096", "RMSNorm backward, 4096 x 4096"),
     Choice(
-        "models", "llama-3.2-1b/1", "Llama-3.2-1B of transformers, a step, 1024 keys",
+        "models", "llama-3.2-1b/1/1024", "Llama-3.2-1B of transformers, a step, 1024 keys",
         "cutesuper-backend",
     ),
 )  # fmt: skip
