@@ -545,10 +545,12 @@ def test_there_is_an_end_to_trials_of_little_hope(
         return region.verdict, clock.recorded
 
     verdict, recorded = faster()
-    assert not verdict.taken and recorded == 0 and verdict.passing
+    assert not verdict.taken and recorded == 0
     assert "expected" in verdict.reason and "not timed, since choosing" in verdict.reason
     monkeypatch.setattr(selection, "PATIENCE_S", 100.0)
-    assert faster()[0].taken, "the next process goes on"
+    assert faster() == (verdict, 0), "the next process knows it"
+    KernelCache().clear()
+    assert faster()[0].taken
     KernelCache().clear()
     monkeypatch.setattr(selection, "PATIENCE_S", -1.0)
     factor = 0.99

@@ -288,7 +288,7 @@ def _within_reach(verdict: Verdict, case: Case, clock: measure.Device, compiled:
             f"{ours:.1f} us expected, {modelled:.1f} us of Inductor's kernels; not timed, since "
             f"choosing had taken {PATIENCE_S:.0f} s"
         )
-        return replace(verdict, taken=False, reason=reason, passing=True)
+        return replace(verdict, taken=False, reason=reason)
     with case.seconds.on("trial"):
         try:
             [theirs] = measure.device_us([compiled()], case.sample.draw, clock)
