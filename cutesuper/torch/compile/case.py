@@ -15,6 +15,7 @@ import torch
 from cutesuper import measure
 from cutesuper.targets import Target
 from cutesuper.targets.roofline import baseline
+from cutesuper.torch.aten.length_masks import lowered
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.partition import halves
@@ -97,6 +98,9 @@ class Case:
         device, take = self.sample.device, self.options.take
         if take != "all" and not self.anchors:
             return "nothing but element-wise work, of which Inductor makes one kernel as well"
+        ends = {r.node for r in self.region.outputs}
+        if any(lowered(n) & ends for n in self.region.nodes):
+            return "scores that the lowest number hides leave it, and kernels have -inf there"
         if not self.sample.known:
             return "sizes depend on data, so nothing can be tried before the call"
         if device is None or device.type not in ("cpu", "cuda"):

@@ -49,7 +49,7 @@ from cutesuper.torch.aten.graph_builder import (
     is_dense,
     memory_order,
 )
-from cutesuper.torch.aten.length_masks import lowered, reads
+from cutesuper.torch.aten.length_masks import reads
 from cutesuper.torch.aten.table import (
     arguments_of,
     entry_of,
@@ -233,9 +233,6 @@ def _converted(
     for n in nodes:
         _visit(n, inside, shapes, order)
     ends = _ends(nodes, inside, shapes, order)
-    for n in nodes:
-        if not lowered(n).isdisjoint(ends):
-            raise Unsupported(n, "hides scores by the lowest number, and they leave the region")
     wholes = {n: r for n in shapes.inputs if (r := _root(n)) is not None} if parts else {}
     entries = [_entry(n) for n in nodes]
     strided, open_rows = any(e.strided for e in entries), any(e.open_rows for e in entries)
