@@ -116,8 +116,8 @@ def prepared(
     signature: Signature, launches: Launches, device: torch.device, places: Sequence[int] = ()
 ) -> Prepared | None:
     """The call of a program with the least work on the host.
-    Besides the kernel's it takes 2.2 us with two inputs and an output, where checks that can say
-    what is wrong, and calls of PyTorch's own, take 6.3.
+    A third of the time of calls whose checks can say what is wrong, and which allocate as PyTorch's
+    users do: 3.3 us for 11.0, with two inputs and an output, the kernel left out.
 
     Args:
         signature: of the graph.
