@@ -43,7 +43,7 @@ class Family:
     """A model of the transformers library.
 
     Attributes:
-        prefix: of its classes.
+        prefix: of the class of its configuration.
         extents: arguments of its configuration.
         model: the name of its class.
     """
@@ -136,7 +136,8 @@ def workload_of(name: str, shapes: tuple[Shape, ...]) -> ModelWorkload:
         kinds = (
             getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         )
-        seen = sum(min(tokens, _columns(kind, config, tokens)) for kind in kinds)
+        windows = {"sliding_attention": getattr(config, "sliding_window", None)}
+        seen = sum(min(tokens, windows.get(kind) or tokens) for kind in kinds)
         cache = TensorSpec("cache", (2, seen, batch, heads, width))
         return TensorSpec("weights", (read,)), cache
 
@@ -153,11 +154,6 @@ def workload_of(name: str, shapes: tuple[Shape, ...]) -> ModelWorkload:
         graph=_nothing,
         family=family,
     )
-
-
-def _columns(kind: str, config: Any, tokens: int) -> int:
-    """The most positions that a layer sees."""
-    return config.sliding_window if kind == "sliding_attention" else tokens
 
 
 @dataclass

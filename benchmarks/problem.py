@@ -184,12 +184,10 @@ def _carve(slab: torch.Tensor, specs: Sequence[TensorSpec], dtype: torch.dtype) 
     Not views of it, which torch.compile treats differently."""
     tensors, offset = [], 0
     for spec in specs:
-        strides: list[int] = []
-        for extent in reversed((*spec.dims[1:], 1)[: len(spec.dims)]):
-            strides.insert(0, extent * strides[0] if strides else 1)
+        strides = torch.empty(spec.dims, device="meta").stride()
         element = spec.element(dtype)
         tensor = torch.empty(0, dtype=element, device=slab.device)
-        tensor.set_(slab.untyped_storage(), offset // element.itemsize, spec.dims, tuple(strides))
+        tensor.set_(slab.untyped_storage(), offset // element.itemsize, spec.dims, strides)
         tensors.append(tensor)
         offset += -(-spec.size(dtype) // ALIGNMENT) * ALIGNMENT
     return tuple(tensors)

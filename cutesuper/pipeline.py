@@ -537,9 +537,10 @@ def choose(
         near=near,
         most_us=most_us,
     )
-    cheapest = result.candidates[0].cost_us if result.candidates else inf
-    if most_us < cheapest < inf and result.statistics.complete:
-        raise TooDear(cheapest, most_us)  # nobody wants it verified
+    if result.candidates and result.statistics.complete:
+        least = result.candidates[0].cost_us
+        if least > most_us:
+            raise TooDear(least, most_us)  # nobody wants it verified
     choice, first = _runnable(graph, options, result, verifier)
     if choice is not None:
         return result, choice

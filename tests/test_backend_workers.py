@@ -93,6 +93,20 @@ def test_what_saves_most_is_decided_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert "".join(order) == "ebcda"
 
 
+def test_what_raises_is_decided_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "shared", lambda: None)
+    work, search = ahead.Ahead(()), Future[Any]()
+    case: Any = SimpleNamespace(place="a")
+    work._jobs, work._searches = {"a": [search]}, {search: case}
+    search.set_result(None)
+
+    def follow(*_: Any) -> None:
+        raise cs.errors.DeviceError("no such target")
+
+    monkeypatch.setattr(work, "_follow", follow)
+    assert work.next([case]) == 0 and not work._searches
+
+
 def test_errors_are_those_of_this_process(two: Workers) -> None:
     """A search that finds nothing says why, wherever it ran."""
     g = cs.new_kernel_graph()

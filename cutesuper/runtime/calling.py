@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +145,6 @@ def prepared(
         for n, output in enumerate(signature.outputs)
     ]
     returned = [n for n in range(len(made)) if n not in places]
-    between = None if launches.homes else [_layout(*spec) for spec in launches.intermediates]
 
     def call(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         if len(inputs) != len(expected) or index != current():
@@ -158,19 +156,21 @@ def prepared(
             if not good or (records and t.requires_grad):
                 return None
         outputs = [inputs[m] if isinstance(m, int) else new(*m) for m in made]
-        if between is None:
-            rest = launches.between(extent, device)
-        else:
-            rest = [new(*spec) for spec in between]
-        launch([*inputs, *outputs, *rest])
-        return outputs if len(returned) == len(outputs) else [outputs[n] for n in returned]
+        values = [*inputs, *outputs]
+        if launches.intermediates:
+            values += launches.between(extent, device)
+        launch(values)
+        return [outputs[n] for n in returned]
 
     return call
 
 
-def _layout(shape: Shape, dtype: Any) -> tuple[Shape, Shape, Any]:
+def _layout(shape: Shape, dtype: Any) -> tuple[tuple[int, ...], tuple[int, ...], Any]:
     """Extents, strides and type of a new tensor."""
-    return shape, tuple(prod(map(extent, shape[n + 1 :])) for n in range(len(shape))), dtype
+    import torch
+
+    sizes = tuple(map(extent, shape))
+    return sizes, torch.empty(sizes, device="meta").stride(), dtype
 
 
 class Program(ABC):

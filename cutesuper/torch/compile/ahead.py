@@ -82,7 +82,8 @@ class Ahead:
             awaited = {f for futures in missing for f in futures} | {*self._searches}
             done, _ = wait(awaited, return_when=FIRST_COMPLETED)
             for future in [f for f in self._searches if f in done]:
-                self._follow(future, self._searches.pop(future))
+                with suppress(CutesuperError):  # it is raised again where the case is decided
+                    self._follow(future, self._searches.pop(future))
 
     def _missing(self, place: Place) -> list[Future[Any]]:
         jobs = self._jobs.get(place, ())
@@ -97,8 +98,9 @@ class Ahead:
                 warn_once(f"a search {error}; it is done in this process")
             return
         case.program.bring(case.sample.extents, case.target, case.most_us, outcome)
-        self._gains[case.place] = case.inductor_us - _expected_us(outcome)
-        if isinstance(outcome.found, CutesuperError) or _refused(case, outcome.found[1]):
+        gain = self._gains[case.place] = case.inductor_us - _expected_us(outcome)
+        hopeless = gain <= 0 and case.options.take != "all"
+        if isinstance(outcome.found, CutesuperError) or hopeless:
             for part in case.parts:
                 self.begin(part)
         elif case.runs:
@@ -124,8 +126,3 @@ def _expected_us(outcome: pipeline.Outcome) -> float:
     if isinstance(outcome.found, TooDear):
         return outcome.found.least_us
     return inf if isinstance(outcome.found, CutesuperError) else outcome.found[1].candidate.cost_us
-
-
-def _refused(case: Case, choice: pipeline.Choice) -> bool:
-    """True for kernels that the cost model does not expect to be faster than Inductor's."""
-    return case.options.take != "all" and choice.candidate.cost_us >= case.inductor_us

@@ -247,7 +247,7 @@ class Program:
         if run is self._reference:
             self._defined.check()
         else:
-            self._prepare(given[0].device, places)
+            self._prepare(given[0], extents, places)
         outputs = self._outputs(given, extents, places)
         run(given, outputs, extents)
         for n in places:
@@ -256,12 +256,14 @@ class Program:
                 t.copy_(outputs[n])
         return [t for n, t in enumerate(outputs) if n not in places]
 
-    def _prepare(self, device: torch.device, places: Sequence[int]) -> None:
+    def _prepare(
+        self, like: torch.Tensor, extents: Mapping[str, int], places: Sequence[int]
+    ) -> None:
         """Let the next call like this one be quick."""
-        key = (device.index if device.type == "cuda" else -1, *places)
-        if not self.symbols and key not in self._prepared:
-            launches = self.variant((), device).launches
-            self._prepared[key] = prepared(self._signature, launches, device, places)
+        key = (like.get_device(), *places)
+        if key not in self._prepared:
+            launches = self.variant(tuple(extents.values()), like.device).launches
+            self._prepared[key] = prepared(self._signature, launches, like.device, places)
 
     def fake(
         self, inputs: Sequence[torch.Tensor], places: Sequence[int] = ()

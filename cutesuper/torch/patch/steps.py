@@ -148,8 +148,9 @@ def _kind(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return None
     if not getattr(cache, "is_compileable", False) or not _is_filled(cache):
         return None
-    mask = options.get("attention_mask")
-    grows = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] < _room(cache)
+    shapes = tuple(layer.keys.shape for layer in cache.layers)
+    mask, room = options.get("attention_mask"), max(s[2] for s in shapes)
+    grows = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] < room
     if grows or not is_compiler_on() or torch_module._has_any_global_hook():
         return None
     given, form = tree_flatten((args, {k: v for k, v in options.items() if v is not cache}))
@@ -158,7 +159,6 @@ def _kind(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         else t if isinstance(t, _PLAIN) else type(t)
         for t in given
     )  # fmt: skip
-    shapes = tuple(layer.keys.shape for layer in cache.layers)
     state = model.training, ids.dtype, model.dtype, torch.is_inference_mode_enabled()
     return facts, str(form), shapes, state
 
@@ -170,11 +170,6 @@ def _is_filled(cache: Any) -> bool:
         isinstance(getattr(m, "keys", None), Tensor) and isinstance(m.get_seq_length(), Tensor)
         for m in layers
     )
-
-
-def _room(cache: Any) -> int:
-    """The positions that a cache has room for."""
-    return max(layer.keys.shape[2] for layer in cache.layers)
 
 
 def head_of(model: nn.Module) -> tuple[str, nn.Module] | None:
