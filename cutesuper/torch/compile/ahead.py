@@ -68,6 +68,14 @@ class Ahead:
                 future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
                 self._jobs[case.place], self._searches[future] = [future], case
 
+    def follow(self) -> bool:
+        """Wait for the searches that have begun, and send what follows from them.
+        False if none has begun."""
+        begun = set(self._searches)
+        while missing := begun & {*self._searches}:
+            self._await(missing)
+        return bool(begun)
+
     def next(self, cases: Sequence[Case]) -> int:
         """The place of the case that is to be decided next: the one that is expected to save most.
         Of those of which nothing that was sent away is missing, and it is waited for one. What
@@ -79,11 +87,14 @@ class Ahead:
                 chosen = max(ready, key=lambda n: self._gains.get(cases[n].place, inf))
                 self._check_compiled(cases[chosen])
                 return chosen
-            awaited = {f for futures in missing for f in futures} | {*self._searches}
-            done, _ = wait(awaited, return_when=FIRST_COMPLETED)
-            for future in [f for f in self._searches if f in done]:
-                with suppress(CutesuperError):  # it is raised again where the case is decided
-                    self._follow(future, self._searches.pop(future))
+            self._await({f for futures in missing for f in futures} | {*self._searches})
+
+    def _await(self, awaited: set[Future[Any]]) -> None:
+        """Wait for one of these, and follow the searches among those that are done."""
+        done, _ = wait(awaited, return_when=FIRST_COMPLETED)
+        for future in [f for f in self._searches if f in done]:
+            with suppress(CutesuperError):  # it is raised again where the case is decided
+                self._follow(future, self._searches.pop(future))
 
     def _missing(self, place: Place) -> list[Future[Any]]:
         jobs = self._jobs.get(place, ())

@@ -32,7 +32,7 @@ from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, nothing_taken
 from cutesuper.torch.compile.rewrite import Call, changed, rewrite
 from cutesuper.torch.compile.selection import decide
-from cutesuper.torch.compile.whole import Compile, compare
+from cutesuper.torch.compile.whole import Comparison, Compile
 
 
 def cutesuper(
@@ -137,7 +137,9 @@ def take_regions(
         without_seeds(gm.graph)
         settle_forms(gm.graph)
         found = partition(gm.graph, constants=unwritten(gm.graph))
-        decisions, whole = compare(gm, decide(found.regions, options), options, compiled)
+        comparison = Comparison(gm, options, compiled)
+        decisions = decide(found.regions, options, meanwhile=comparison.begin)
+        decisions, whole = comparison.settle(decisions)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         why = f"no regions were chosen ({type(error).__name__}: {error})"
         _complain(why)

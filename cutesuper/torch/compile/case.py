@@ -51,6 +51,13 @@ class Seconds:
             setattr(self, part, getattr(self, part) + time.perf_counter() - start)
 
 
+@dataclass
+class Patience:
+    """The end of the time for trials of little hope, of ``time.monotonic()``."""
+
+    until: float = inf
+
+
 @dataclass(frozen=True)
 class Case:
     """A region that is to be decided.
@@ -58,13 +65,13 @@ class Case:
     Attributes:
         region: nodes with fake tensors in ``meta["val"]``.
         options: of the backend.
-        until: the end of the time for trials of little hope, of ``time.monotonic()``.
+        patience: with trials of little hope, that of its graph.
         seconds: spent on it so far.
     """
 
     region: Region
     options: BackendOptions
-    until: float = inf
+    patience: Patience = field(default_factory=Patience, compare=False)
     seconds: Seconds = field(default_factory=Seconds, compare=False)
 
     @cached_property
@@ -124,7 +131,7 @@ class Case:
     def parts(self) -> tuple[Case, ...]:
         """The halves of the region, if each can have something to gain."""
         found = halves(self.region) if self.anchors > 1 else None
-        return tuple(Case(part, self.options, self.until) for part in found or ())
+        return tuple(Case(part, self.options, self.patience) for part in found or ())
 
     # ------------------------------------------------------------------------- without a refusal
 

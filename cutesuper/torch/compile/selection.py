@@ -23,7 +23,7 @@ from cutesuper.search.bounds import TooDear
 from cutesuper.search.search import show
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.ahead import Ahead
-from cutesuper.torch.compile.case import Case, Place, Seconds
+from cutesuper.torch.compile.case import Case, Patience, Place, Seconds
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import Region
 from cutesuper.torch.compile.region_operator import program_of
@@ -93,28 +93,40 @@ _verdicts: Kept[Place, Verdict] = Kept()
 _lock = threading.RLock()
 
 
-def decide(regions: Sequence[Region], options: BackendOptions) -> list[Decision]:
+def decide(
+    regions: Sequence[Region],
+    options: BackendOptions,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[Decision]:
     """Decide which regions of a graph get kernels; of one that does not, whether parts of it do.
 
     Args:
         regions: nodes with fake tensors in ``meta["val"]``.
         options: of the backend.
+        meanwhile: is called once if other processes compile kernels, for what this one would do
+            afterwards.
 
     Returns:
         For each one decision, or those about its parts if one of them is taken.
     """
-    cases = [Case(region, options, until=time.monotonic() + PATIENCE_S) for region in regions]
-    _decide_in_order(cases)
+    patience = Patience()
+    cases = [Case(region, options, patience) for region in regions]
+    _decide_in_order(cases, patience, meanwhile)
     return [decision for case in cases for decision in _decided(case)]
 
 
-def _decide_in_order(cases: Sequence[Case]) -> None:
+def _decide_in_order(
+    cases: Sequence[Case], patience: Patience, meanwhile: Callable[[], None]
+) -> None:
     """Decide about regions, and about parts of those that are not taken; what saves most first."""
     waiting = _different(cases, seen := set[Place]())
     wholes = {id(case) for case in waiting}
     with Ahead(_verdicts) as ahead, counting(len(waiting)) as show:
         for case in waiting:
             ahead.begin(case)
+        if ahead.follow():
+            meanwhile()
+        patience.until = time.monotonic() + PATIENCE_S
         while waiting:
             case = waiting.pop(ahead.next(waiting))
             if id(case) in wholes:
@@ -283,7 +295,7 @@ def _within_reach(verdict: Verdict, case: Case, clock: measure.Device, compiled:
     ours, modelled = _expected(verdict)
     if ours < modelled:
         return verdict
-    if time.monotonic() > case.until:
+    if time.monotonic() > case.patience.until:
         reason = (
             f"{ours:.1f} us expected, {modelled:.1f} us of Inductor's kernels; not timed, since "
             f"choosing had taken {PATIENCE_S:.0f} s"

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -57,27 +57,48 @@ class Whole:
     reason: str = ""
 
 
-def compare(
-    gm: fx.GraphModule, decisions: Sequence[Decision], options: BackendOptions, compiled: Compile
-) -> tuple[list[Decision], Whole | None]:
-    """Give back regions until the whole graph is no slower than Inductor's.
+class Comparison:
+    """A graph with its regions beside Inductor's.
 
     Args:
         gm: the graph, functional, with fake tensors in ``meta["val"]``; stays as it is.
-        decisions: about its regions.
         options: of the backend.
         compiled: Inductor.
-
-    Returns:
-        The decisions, those about regions that are given back changed, and the times; None if
-        there is nothing to time.
     """
-    taken = [d for d in decisions if d.verdict.taken]
-    device = _device(gm)
-    if not taken or options.take != "faster" or device is None:
-        return list(decisions), None
+
+    def __init__(self, gm: fx.GraphModule, options: BackendOptions, compiled: Compile) -> None:
+        self._gm, self._options, self._compiled = gm, options, compiled
+        self._theirs = cache(lambda: compiled(variant(gm, ())))
+        self._device = _device(gm) if options.take == "faster" else None
+
+    def begin(self) -> None:
+        """Compile Inductor's graph, if it may be timed: while others search, this process waits."""
+        if self._device is not None and _clock(self._device) is not None:
+            with suppress(Exception):  # it is compiled, and the error told, where it is timed
+                self._theirs()
+
+    def settle(self, decisions: Sequence[Decision]) -> tuple[list[Decision], Whole | None]:
+        """Give back regions until the whole graph is no slower than Inductor's.
+
+        Args:
+            decisions: about its regions.
+
+        Returns:
+            The decisions, those about regions that are given back changed, and the times; None if
+            there is nothing to time.
+        """
+        taken = [d for d in decisions if d.verdict.taken]
+        if not taken or self._device is None:
+            return list(decisions), None
+        trial = _Trial(self._gm, taken, self._device, self._compiled, self._theirs)
+        return _settled(trial, decisions, self._options)
+
+
+def _settled(
+    trial: _Trial, decisions: Sequence[Decision], options: BackendOptions
+) -> tuple[list[Decision], Whole | None]:
     try:
-        whole, kept = _known_or_tried(_Trial(gm, taken, device, compiled), options)
+        whole, kept = _known_or_tried(trial, options)
     except (torch.OutOfMemoryError, MemoryError) as error:
         return list(decisions), Whole(reason=f"for want of memory: {str(error).splitlines()[0]}")
     except Exception as error:  # whatever the error, the regions are faster alone
@@ -85,7 +106,7 @@ def compare(
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-    keeps = {id(d) for d, keep in zip(taken, kept, strict=True) if keep}
+    keeps = {id(d) for d, keep in zip(trial.taken, kept, strict=True) if keep}
     gone = [d.verdict.taken and id(d) not in keeps for d in decisions]
     return [_given_back(d) if g else d for d, g in zip(decisions, gone, strict=True)], whole
 
@@ -95,6 +116,10 @@ def _device(gm: fx.GraphModule) -> torch.device | None:
     values = [n.meta.get("val") for n in gm.graph.nodes]
     devices = {v.device for v in values if isinstance(v, torch.Tensor) and v.dim()}
     return devices.pop() if len(devices) == 1 else None
+
+
+def _clock(device: torch.device) -> measure.Device | None:
+    return apart(partial(measure.device_of, device))
 
 
 def _given_back(decision: Decision) -> Decision:
@@ -139,19 +164,21 @@ class _Trial:
         taken: the decisions about regions that are fast alone.
         device: of its tensors.
         compiled: Inductor.
+        theirs: its graph without regions.
     """
 
     gm: fx.GraphModule
     taken: Sequence[Decision]
     device: torch.device
     compiled: Compile
+    theirs: Callable[[], Callable[[list[Any]], Any]]
 
     def run(self) -> tuple[Whole, list[bool]]:
         """The times, and for each region whether it is kept. Raises MemoryError, RuntimeError."""
-        clock = apart(partial(measure.device_of, self.device))
+        clock = _clock(self.device)
         if clock is None:
             raise RuntimeError(f"nothing is timed on {self.device.type}")
-        theirs = self.compiled(variant(self.gm, ()))
+        theirs = self.theirs()
         first, theirs_us = None, 0.0
         for kept in self._choices():
             chosen = [d for d, keep in zip(self.taken, kept, strict=True) if keep]
