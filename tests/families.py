@@ -93,7 +93,9 @@ def taken(call: Callable[[Any], Any], model: Any, monkeypatch: Any) -> tuple[Any
     was taken as text."""
     found: list[Region] = []
     decide = backend.decide
-    monkeypatch.setattr(backend, "decide", lambda r, options: found.extend(r) or decide(r, options))
+    monkeypatch.setattr(
+        backend, "decide", lambda r, *a, **options: found.extend(r) or decide(r, *a, **options)
+    )
     reports: list[GraphReport] = []
     compiled = partial(
         backend.compile_graph, options=read_options({"take": "all"}), observe=reports.append,

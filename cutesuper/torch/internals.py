@@ -79,7 +79,9 @@ def compile_with(
 
 
 def recomputing(
-    patches: Mapping[str, Any], chosen: Callable[[fx.Graph], Iterable[fx.Node]]
+    patches: Mapping[str, Any],
+    change: Callable[[fx.Graph], None],
+    chosen: Callable[[fx.Graph], Iterable[fx.Node]],
 ) -> dict[str, Any]:
     """Options of Inductor with which the backward graph computes chosen nodes again.
 
@@ -87,6 +89,7 @@ def recomputing(
 
     Args:
         patches: other options.
+        change: changes the graph of both passes, or that of inference, first.
         chosen: finds these nodes in the graph of both passes.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass  # 3 s with what it imports
@@ -96,20 +99,39 @@ def recomputing(
     others = tuple(given) if isinstance(given, list | tuple) else (given,)
 
     class Recomputing(CustomGraphPass):
-        """Marks the nodes, after the user's own passes."""
+        """Changes the graph and marks the nodes, after the user's own passes."""
 
         def __call__(self, graph: fx.Graph) -> None:
             for other in others:
                 other(graph)
+            change(graph)
             for node in chosen(graph):
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
         def uuid(self) -> Any:
             """A name for Inductor's cache; None if one of the user's passes has none."""
             own = [getattr(other, "uuid", lambda: None)() for other in others]
-            return None if None in own else (chosen.__qualname__, *own)
+            return None if None in own else (change.__qualname__, chosen.__qualname__, *own)
 
     return {**patches, name: Recomputing()}
+
+
+def follow_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Have the fake tensors of a graph follow from its inputs, which may be stored otherwise.
+    AOTAutograd traces both passes before Inductor pads what the forward graph keeps (2.11)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    def stay(old: torch.Tensor, new: torch.Tensor) -> bool:
+        steps = zip(old.stride(), new.stride(), strict=True)
+        return all(statically_known_true(a == b) for a, b in steps)
+
+    given = zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)
+    tensors = [(n.meta["val"], x) for n, x in given if isinstance(x, FakeTensor)]
+    moved = [new for old, new in tensors if not stay(old, new)]
+    if moved:
+        FakeTensorProp(gm, mode=moved[0].fake_mode).propagate_dont_convert_inputs(*inputs)
 
 
 def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:

@@ -164,6 +164,10 @@ def _computed(node: fx.Node) -> Marks | None:
         return _chosen(node, *entry.operands(a))
     if isinstance(entry, Filled) and fake(node).dtype is torch.bool:
         return Condition("visible" if _number(node) else "hidden", ("",) * fake(node).dim())
+    if isinstance(entry, Filled) and fake(node).dtype in _COUNTS:
+        filled = _number(node)
+        same = ("",) * fake(node).dim()
+        return Integers(same, None, filled) if type(filled) is int else None
     if isinstance(entry, Slice) and (inner := _aligned(node, a)) is not None:
         return marks_of(inner)
     if isinstance(entry, View | Expand | Same | Slice):

@@ -22,6 +22,7 @@ from cutesuper.garbage import seldom_collected
 from cutesuper.torch import internals
 from cutesuper.torch.aten.attention import without_seeds
 from cutesuper.torch.aten.length_masks import computed_again
+from cutesuper.torch.compile.constants import settle_constants
 from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.forms import settle_forms
 from cutesuper.torch.compile.heads import take_heads
@@ -82,7 +83,7 @@ def compile_graph(
         _complain(f"no losses were looked for ({type(error).__name__}: {error})")
     names = internals.argument_names(gm)
     inner = partial(_inner, options=options, names=names, observe=observe, finish=finish)
-    patches = internals.recomputing(options.inductor, computed_again)
+    patches = internals.recomputing(options.inductor, settle_constants, computed_again)
     return internals.compile_with(gm, inputs, inner, patches)
 
 
@@ -105,6 +106,7 @@ def _inner(
         # called from C++, an operator of Python that returns a list of one tensor crashes (2.13)
         report = nothing_taken(phase, gm.graph, "cpp_wrapper calls no operators of Python")
     else:
+        internals.follow_inputs(gm, inputs)
         report = take_regions(gm, options, phase, partial(_for_trial, inputs, rest), names)
     if observe is not None:
         observe(report)
