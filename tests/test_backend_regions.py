@@ -529,7 +529,7 @@ def test_what_is_out_of_reach_is_not_compiled(
 def test_there_is_an_end_to_trials_of_little_hope(
     monkeypatch: pytest.MonkeyPatch, gated: Any
 ) -> None:
-    """What the model expects to be faster is tried, however long that takes; the rest later."""
+    """What the model expects to matter is tried, however long that takes; the rest is not."""
     kept, factor = selection._found, 1.01
     monkeypatch.setattr(
         selection, "_found", lambda c: replace(v := kept(c), predicted_us=v.baseline_us * factor)
@@ -546,14 +546,14 @@ def test_there_is_an_end_to_trials_of_little_hope(
 
     verdict, recorded = faster()
     assert not verdict.taken and recorded == 0
-    assert "expected" in verdict.reason and "not timed, since choosing" in verdict.reason
+    assert "expected" in verdict.reason and "too little to try it" in verdict.reason
     monkeypatch.setattr(selection, "PATIENCE_S", 100.0)
     assert faster() == (verdict, 0), "the next process knows it"
     KernelCache().clear()
     assert faster()[0].taken
     KernelCache().clear()
     monkeypatch.setattr(selection, "PATIENCE_S", -1.0)
-    factor = 0.99
+    factor = 0.98
     assert faster()[0].taken
 
 

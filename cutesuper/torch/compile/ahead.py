@@ -39,7 +39,7 @@ class Ahead:
         #: searches whose results were not looked at, and their cases
         self._searches: dict[Future[pipeline.Outcome], Case] = {}
         self._jobs: dict[Place, list[Future[Any]]] = {}
-        #: microseconds that the model expects programs to save
+        #: microseconds that the model expects programs to save, in all regions that get them
         self._gains: dict[Place, float] = {}
 
     def __enter__(self) -> Ahead:
@@ -69,10 +69,10 @@ class Ahead:
                 self._jobs[case.place], self._searches[future] = [future], case
 
     def follow(self) -> bool:
-        """Wait for the searches that have begun, and send what follows from them.
+        """Wait for half of the searches that have begun, and send what follows from them.
         False if none has begun."""
         begun = set(self._searches)
-        while missing := begun & {*self._searches}:
+        while 2 * len(missing := begun & {*self._searches}) > len(begun):
             self._await(missing)
         return bool(begun)
 
@@ -109,7 +109,7 @@ class Ahead:
                 warn_once(f"a search {error}; it is done in this process")
             return
         case.program.bring(case.sample.extents, case.target, case.most_us, outcome)
-        gain = self._gains[case.place] = case.inductor_us - _expected_us(outcome)
+        gain = self._gains[case.place] = (case.inductor_us - _expected_us(outcome)) * case.count
         hopeless = gain <= 0 and case.options.take != "all"
         if isinstance(outcome.found, CutesuperError) or hopeless:
             for part in case.parts:

@@ -53,9 +53,21 @@ class Seconds:
 
 @dataclass
 class Patience:
-    """The end of the time for trials of little hope, of ``time.monotonic()``."""
+    """The end of the time in which everything is tried.
+
+    Attributes:
+        until: of ``time.monotonic()``.
+        least_us: microseconds that a region and those like it must be expected to save, to be
+            tried later.
+    """
 
     until: float = inf
+    least_us: float = 0.0
+
+    @property
+    def over(self) -> bool:
+        """True if only what matters is tried."""
+        return time.monotonic() > self.until
 
 
 @dataclass(frozen=True)
@@ -65,13 +77,15 @@ class Case:
     Attributes:
         region: nodes with fake tensors in ``meta["val"]``.
         options: of the backend.
-        patience: with trials of little hope, that of its graph.
+        patience: with its graph.
+        count: of the regions of the graph that are decided like it.
         seconds: spent on it so far.
     """
 
     region: Region
     options: BackendOptions
     patience: Patience = field(default_factory=Patience, compare=False)
+    count: int = 1
     seconds: Seconds = field(default_factory=Seconds, compare=False)
 
     @cached_property
@@ -131,7 +145,7 @@ class Case:
     def parts(self) -> tuple[Case, ...]:
         """The halves of the region, if each can have something to gain."""
         found = halves(self.region) if self.anchors > 1 else None
-        return tuple(Case(part, self.options, self.patience) for part in found or ())
+        return tuple(Case(part, self.options, self.patience, self.count) for part in found or ())
 
     # ------------------------------------------------------------------------- without a refusal
 
