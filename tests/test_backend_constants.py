@@ -185,3 +185,24 @@ def test_fake_tensors_follow_padded_inputs() -> None:
     internals.follow_inputs(module, [padded])
     assert given.meta["val"].stride() == (16, 1)
     assert isinstance(last, fx.Node) and last.meta["val"].stride() == (1, 16)
+
+
+# ----------------------------------------------------------------------------- strides of results
+
+RESULTS: dict[str, Any] = {
+    "one in the end": lambda x: x.logsumexp(-1, keepdim=True),
+    "one in the middle": lambda x: x.logsumexp(1, keepdim=True),
+    "turned": lambda x: x.transpose(1, 2).softmax(-1),
+    "turned, one in the end": lambda x: x.transpose(1, 2).softmax(-1).amax(-1, keepdim=True),
+    "turned, with ones around": lambda x: x.transpose(1, 2).softmax(-1)[None, :, :, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_strides_of_ones_are_pytorchs(name: str) -> None:
+    """cuDNN refuses logarithms of sums whose last dimension, of extent 1, has another stride."""
+    x = torch.randn(4, 6, 3, 16)
+    call, _ = compiled(RESULTS[name])
+    found, want = call(x), RESULTS[name](x)
+    assert found.stride() == want.stride()
+    torch.testing.assert_close(found, want)
