@@ -194,6 +194,7 @@ RESULTS: dict[str, Any] = {
     "one in the middle": lambda x: x.logsumexp(1, keepdim=True),
     "turned": lambda x: x.transpose(1, 2).softmax(-1),
     "turned, one in the end": lambda x: x.transpose(1, 2).softmax(-1).amax(-1, keepdim=True),
+    "channels last": lambda x: x[:1].transpose(1, 3).softmax(-1) * 2,
     "turned, with ones around": lambda x: x.transpose(1, 2).softmax(-1)[None, :, :, None],
 }  # fmt: skip
 

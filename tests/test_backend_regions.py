@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import warnings
 from dataclasses import dataclass, field, replace
@@ -452,6 +453,7 @@ def test_what_makes_the_whole_slower_is_given_back(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     times, text, kept = WHOLE[name]
+    monkeypatch.setattr(whole, "_plainly_faster", lambda *_: None)
     monkeypatch.setattr(case, "halves", lambda region: None)
     model, x = Two().bfloat16(), torch.randn(4, 16).bfloat16()
     # the second region saves more, and so it is given back last
@@ -470,9 +472,66 @@ def test_what_makes_the_whole_slower_is_given_back(
     assert clock.recorded == count, "it is known from disk"
 
 
+class Beside(torch.nn.Module):
+    """A norm and a product beside what stays PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(1024, 1024, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.up(functional.rms_norm(x, x.shape[-1:])).cumprod(-1)
+
+
+@pytest.mark.parametrize(("alone", "timed"), [(50.0, False), (97.0, True)])
+def test_nothing_is_timed_where_regions_save_more_than_the_rest_takes(
+    monkeypatch: pytest.MonkeyPatch, alone: float, timed: bool
+) -> None:
+    """The rest takes 1.5 us and more, and so does writing and reading what lies between."""
+    monkeypatch.setattr(case, "halves", lambda region: None)
+    # Inductor's code first, as the model expects it to be faster by 1 %
+    clock = Clock([100.0, alone, 100.0, 80.0, 100.0])
+    model, x = Beside().bfloat16(), torch.rand(64, 1024).bfloat16()
+    report = take_faster(monkeypatch, model, x, clock)
+    assert report.taken == 1 and report.whole is not None
+    assert (report.whole.ours_us is not None) == timed
+    assert clock.recorded == (5 if timed else 3)
+    if not timed:
+        found = re.search(
+            r"save 50.0 us alone, their borders cost (\S+) .* outside takes (\S+)",
+            report.whole.reason,
+        )
+        assert found and all(1.5 < float(us) < 3.0 for us in found.groups())
+
+
+def test_caches_cross_no_border() -> None:
+    """Of a step that appends to a cache and attends, what crosses is as small as the token."""
+    seen: set[Any] = set()
+
+    class Step(torch.nn.Module):
+        def forward(self, x: Any, cache: Any, place: Any) -> Any:
+            y = torch.nn.functional.rms_norm(x, x.shape[-1:])
+            cache.index_copy_(1, place, y)
+            return (y @ cache.mT).softmax(-1) @ cache
+
+    kept = backend.decide
+
+    def decide(regions: Any, *given: Any, **more: Any) -> Any:
+        seen.update(whole._crossing(regions))
+        assert len(regions) == 1
+        return kept(regions, *given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "decide", decide)
+        call, _ = compiled(Step())
+        call(torch.randn(2, 1, 64), torch.zeros(2, 512, 64), torch.tensor([3]))
+    assert [n.meta["val"].shape for n in seen] == [(2, 1, 64)], seen
+
+
 def test_a_whole_graph_that_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
     monkeypatch.setattr(case, "halves", lambda region: None)
     monkeypatch.setattr(whole, "_SHARE", 1e-9)
+    monkeypatch.setattr(whole, "_plainly_faster", lambda *_: None)
     report = take_faster(monkeypatch, *gated, Clock([50.0, 100.0]))
     assert report.taken == 1 and report.whole is not None
     assert "not timed (for want of memory: inputs of" in str(Report(read_options(None), (report,)))
@@ -515,6 +574,7 @@ def test_what_is_out_of_reach_is_not_compiled(
     monkeypatch.setattr(selection, "_found", found)
     monkeypatch.setattr(selection, "_compile", compiled_here.append)
     monkeypatch.setattr(case, "halves", lambda region: None)
+    monkeypatch.setattr(whole, "_plainly_faster", lambda *_: None)
     clock = Clock([theirs, *[2.0, theirs] * 2])
     [region] = take_faster(monkeypatch, *gated, clock).regions
     v = region.verdict

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -22,7 +23,7 @@ from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.runtime.workers import WorkerLost, Workers  # noqa: E402
 from cutesuper.torch.compile import ahead, records, region_operator, selection  # noqa: E402
-from cutesuper.torch.compile.case import Case  # noqa: E402
+from cutesuper.torch.compile.case import Case, Patience  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
 from tests.backends import Between, GatedMLP, compiled  # noqa: E402
 
@@ -79,10 +80,35 @@ def test_two_workers_decide_the_same(two: Workers, alone: Verdicts) -> None:
     assert decided(two) == (alone, 0)
 
 
+def waiting(place: str, saves_little: bool = False, patience: Patience | None = None) -> Any:
+    """A case that waits for its turn."""
+    return SimpleNamespace(
+        place=place, patience=patience or Patience(), clock=object(),
+        saves_little=lambda expected: saves_little,
+    )  # fmt: skip
+
+
+def test_what_is_too_small_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "shared", lambda: None)
+    work, jobs = ahead.Ahead(()), [Future[Any](), Future[Any]()]
+    work._jobs = {"a": jobs[:1], "b": jobs[1:]}
+    assert work.next([waiting("a"), waiting("b", saves_little=True)]) == 1
+    assert jobs[1].cancelled() and not jobs[0].done()
+
+
+def test_there_is_an_end_to_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "shared", lambda: None)
+    work, search = ahead.Ahead(()), Future[Any]()
+    patience = Patience(most=time.monotonic() + 0.05)
+    work._jobs, work._searches = {"a": [search]}, {search: waiting("a")}
+    assert work.next([waiting("a", patience=patience)]) == 0
+    assert search.cancelled() and patience.left == {"a"}
+
+
 def test_what_saves_most_is_decided_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is ready; what nothing was sent away for takes no time."""
     monkeypatch.setattr(ahead, "shared", lambda: None)
-    cases: list[Any] = [SimpleNamespace(place=name) for name in "abcde"]
+    cases: list[Any] = [waiting(name) for name in "abcde"]
     work = ahead.Ahead(())
     work._gains = {"a": -5.0, "b": 3.0, "c": 7.0, "d": 2.0}
     compiles = Future[Any]()
@@ -96,7 +122,7 @@ def test_what_saves_most_is_decided_first(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_raises_is_decided_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "shared", lambda: None)
     work, search = ahead.Ahead(()), Future[Any]()
-    case: Any = SimpleNamespace(place="a")
+    case: Any = waiting("a")
     work._jobs, work._searches = {"a": [search]}, {search: case}
     search.set_result(None)
 

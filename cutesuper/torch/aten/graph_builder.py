@@ -170,6 +170,21 @@ def memory_order(t: torch.Tensor) -> list[int] | None:
     return order
 
 
+def placed_ones(t: torch.Tensor, order: Sequence[int]) -> list[int]:
+    """The order of a tensor's dimensions in memory, those of extent 1 where their strides say.
+    Nothing else has such a stride, but cuDNN reads it."""
+    ones = [d for d in order if equal(t.shape[d], 1)]
+    found = [d for d in order if d not in ones]
+    for d in ones:
+        step: Extent = 1
+        place = len(found)
+        while place and not equal(t.stride()[d], step):
+            place -= 1
+            step = step * t.shape[found[place]]
+        found.insert(place, d)
+    return found
+
+
 def is_dense(t: torch.Tensor) -> bool:
     """True for a tensor without gaps whose dimensions are in order."""
     order = memory_order(t)

@@ -8,6 +8,7 @@ that is lost with its process, or that cannot be sent, runs in this process when
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
@@ -41,6 +42,10 @@ class Ahead:
         self._jobs: dict[Place, list[Future[Any]]] = {}
         #: microseconds that the model expects programs to save, in all regions that get them
         self._gains: dict[Place, float] = {}
+        #: and that they take, each
+        self._expected: dict[Place, float] = {}
+        #: those of which it expects nothing
+        self._hopeless: list[Case] = []
 
     def __enter__(self) -> Ahead:
         return self
@@ -68,30 +73,42 @@ class Ahead:
                 future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
                 self._jobs[case.place], self._searches[future] = [future], case
 
-    def follow(self) -> bool:
+    def follow(self) -> list[Case]:
         """Wait for half of the searches that have begun, and send what follows from them.
-        False if none has begun."""
+        The cases of which the model expects nothing."""
         begun = set(self._searches)
         while 2 * len(missing := begun & {*self._searches}) > len(begun):
             self._await(missing)
-        return bool(begun)
+        return list(self._hopeless)
 
     def next(self, cases: Sequence[Case]) -> int:
         """The place of the case that is to be decided next: the one that is expected to save most.
-        Of those of which nothing that was sent away is missing, and it is waited for one. What
-        follows from results meanwhile is sent."""
+        Of those of which nothing that was sent away is missing or needed, and it is waited for one.
+        What follows from results meanwhile is sent."""
+        patience = cases[0].patience
         while True:
-            missing = [self._missing(case.place) for case in cases]
-            ready = [n for n, futures in enumerate(missing) if not futures]
+            ready = [n for n, case in enumerate(cases) if self._is_ready(case)]
             if ready:
                 chosen = max(ready, key=lambda n: self._gains.get(cases[n].place, inf))
-                self._check_compiled(cases[chosen])
+                self._end(cases[chosen])
                 return chosen
-            self._await({f for futures in missing for f in futures} | {*self._searches})
+            if time.monotonic() > patience.most:
+                patience.left.update(case.place for case in cases)
+                continue
+            awaited = {f for case in cases for f in self._missing(case.place)}
+            self._await(awaited | {*self._searches}, patience.most)
 
-    def _await(self, awaited: set[Future[Any]]) -> None:
+    def _is_ready(self, case: Case) -> bool:
+        """True for a case that can be decided."""
+        if not self._missing(case.place) or case.place in case.patience.left:
+            return True
+        expected = self._expected.get(case.place, 0.0)
+        return case.clock is not None and case.saves_little(expected)
+
+    def _await(self, awaited: set[Future[Any]], until: float = inf) -> None:
         """Wait for one of these, and follow the searches among those that are done."""
-        done, _ = wait(awaited, return_when=FIRST_COMPLETED)
+        seconds = None if until == inf else max(0.0, until - time.monotonic())
+        done, _ = wait(awaited, seconds, return_when=FIRST_COMPLETED)
         for future in [f for f in self._searches if f in done]:
             with suppress(CutesuperError):  # it is raised again where the case is decided
                 self._follow(future, self._searches.pop(future))
@@ -109,8 +126,11 @@ class Ahead:
                 warn_once(f"a search {error}; it is done in this process")
             return
         case.program.bring(case.sample.extents, case.target, case.most_us, outcome)
-        gain = self._gains[case.place] = (case.inductor_us - _expected_us(outcome)) * case.count
+        expected = self._expected[case.place] = _expected_us(outcome)
+        gain = self._gains[case.place] = (case.inductor_us - expected) * case.count
         hopeless = gain <= 0 and case.options.take != "all"
+        if hopeless:
+            self._hopeless.append(case)
         if isinstance(outcome.found, CutesuperError) or hopeless:
             for part in case.parts:
                 self.begin(part)
@@ -124,8 +144,13 @@ class Ahead:
             if self._pool is not None:
                 self._jobs[case.place].append(self._pool.submit(compile_into, request, root))
 
-    def _check_compiled(self, case: Case) -> None:
-        """Refuse kernels of which the compiler died: in this process it would take that along."""
+    def _end(self, case: Case) -> None:
+        """Refuse kernels of which the compiler died: in this process it would take that along.
+        What nobody waits for is dropped."""
+        if missing := self._missing(case.place):
+            for future in missing:
+                future.cancel()
+            return
         for future in self._jobs.get(case.place, ())[1:]:  # the first one is the search
             if isinstance(error := future.exception(), WorkerLost):
                 died = pipeline.Outcome(CompileError(f"a kernel: the compiler {error}"), 0.0)

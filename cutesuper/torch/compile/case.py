@@ -59,10 +59,14 @@ class Patience:
         until: of ``time.monotonic()``.
         least_us: microseconds that a region and those like it must be expected to save, to be
             tried later.
+        most: of ``time.monotonic()``, when other processes are no longer waited for.
+        left: the places of cases that were waited for then.
     """
 
     until: float = inf
     least_us: float = 0.0
+    most: float = inf
+    left: set[Place] = field(default_factory=set["Place"])
 
     @property
     def over(self) -> bool:
@@ -141,6 +145,11 @@ class Case:
         moves = (o.turns or o.puts for o in operators)
         return sum(moves) + sum(bool(o.reduces) or o.composite or o.contracts for o in operators)
 
+    @property
+    def multiplies(self) -> bool:
+        """True if it has products."""
+        return any(n.facets.contracts for n in self.region.graph.nodes)
+
     @cached_property
     def parts(self) -> tuple[Case, ...]:
         """The halves of the region, if each can have something to gain."""
@@ -181,6 +190,11 @@ class Case:
         """Microseconds of Inductor's kernels, by a roofline. Raises CutesuperError."""
         extents = dict(zip(self.program.symbols, self.sample.extents, strict=True))
         return baseline(self.program.graph.with_hints(extents), self.target).us
+
+    def saves_little(self, ours: float = 0.0) -> bool:
+        """True if kernels of so many microseconds, by the model, are no longer worth a trial."""
+        saved = (self.inductor_us - ours) * self.count
+        return self.patience.over and saved < self.patience.least_us
 
     @property
     def most_us(self) -> float:

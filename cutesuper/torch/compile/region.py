@@ -48,6 +48,7 @@ from cutesuper.torch.aten.graph_builder import (
     fake,
     is_dense,
     memory_order,
+    placed_ones,
 )
 from cutesuper.torch.aten.length_masks import reads
 from cutesuper.torch.aten.table import (
@@ -442,6 +443,7 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
         )
     if tensor.node.operator in (INPUT, CONSTANT):
         raise Unsupported(node, "is an input in another shape")
+    order = placed_ones(t, order)
     stored = [_extents(value, d, absent) for d in order]
     shape, full = ([pair[i] for pair in stored] for i in range(2))
     expanded = None if equal_shapes(shape, full) else tuple(_length(b, n) for n in full)

@@ -117,12 +117,15 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 def _us(node: fx.Node, target: Target) -> float:
     """Microseconds of an operator of PyTorch: a launch, and its memory accesses or products."""
-    moved = sum(map(_bytes, (t for n in (node, *node.all_input_nodes) for t in tensors_of(n))))
+    moved = sum(
+        map(tensor_bytes, (t for n in (node, *node.all_input_nodes) for t in tensors_of(n)))
+    )
     seconds = max(moved / target.bandwidth, _flops(node) / target.tensor_flops)
     return seconds * 1e6 + target.launch_us
 
 
-def _bytes(t: torch.Tensor) -> int:
+def tensor_bytes(t: torch.Tensor) -> int:
+    """The bytes of a tensor, in the example where extents may differ."""
     return elements(t.shape) * t.dtype.itemsize
 
 

@@ -199,24 +199,17 @@ def _lengths_of(
 
 
 def _result(graph: fx.Graph, part: fx.Node, r: Result, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
-    node, shape = part, _lengths(graph, r.shape, replaced)
+    shape = _lengths(graph, r.shape, replaced)
+    node = graph.call_function(_aten.view.default, (part, shape))
     if r.expanded is not None:
-        node = graph.call_function(_aten.view.default, (node, shape))
-        shape = _lengths(graph, r.expanded, replaced)
-        node = graph.call_function(_aten.expand.default, (node, shape))
+        full = _lengths(graph, r.expanded, replaced)
+        node = graph.call_function(_aten.expand.default, (node, full))
         node = graph.call_function(
             _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
         )
-    # extents of 1 get the strides of a view: cuDNN reads those, too
-    moved = [d for d in r.order if shape[d] != 1]
-    stored = sorted(moved)
-    if moved != stored:
-        node = graph.call_function(_aten.view.default, (node, [shape[d] for d in stored]))
-        order = [stored.index(d) for d in moved]
-        node = graph.call_function(_aten.permute.default, (node, order))
-        if len(moved) == len(shape):
-            return node
-    return graph.call_function(_aten.view.default, (node, [shape[d] for d in r.order]))
+    if list(r.order) != list(range(len(r.order))):
+        node = graph.call_function(_aten.permute.default, (node, list(r.order)))
+    return node
 
 
 def _lengths(

@@ -106,8 +106,8 @@ def decide(
     Args:
         regions: nodes with fake tensors in ``meta["val"]``.
         options: of the backend.
-        meanwhile: is called once if other processes compile kernels, for what this one would do
-            afterwards.
+        meanwhile: is called once if products are expected to stay Inductor's, while other processes
+            search and compile; for what this one would do afterwards.
 
     Returns:
         For each one decision, or those about its parts if one of them is taken.
@@ -128,9 +128,11 @@ def _decide_in_order(
     with Ahead(_verdicts) as ahead, counting(len(waiting)) as show:
         for case in waiting:
             ahead.begin(case)
-        if ahead.follow():
+        if any(case.multiplies for case in ahead.follow()):
             meanwhile()
-        patience.until = time.monotonic() + PATIENCE_S
+        if waiting and waiting[0].options.take == "faster":
+            patience.until = time.monotonic() + PATIENCE_S
+            patience.most = patience.until + PATIENCE_S
         while waiting:
             case = waiting.pop(ahead.next(waiting))
             if id(case) in wholes:
@@ -239,8 +241,11 @@ def _judge(case: Case) -> Verdict:
 def _judged(case: Case) -> Verdict:
     verdict = Verdict(True, "")
     try:
-        if case.clock is not None and case.patience.over and (why := _small(case, 0.0)):
-            return replace(verdict, taken=False, reason=why, final=True)
+        if case.clock is not None and case.saves_little():
+            return replace(verdict, taken=False, reason=_saves_little(case), final=True)
+        if case.patience.left and case.place in case.patience.left:
+            reason = f"not searched to the end: choosing had taken {2 * PATIENCE_S:.0f} s"
+            return replace(verdict, taken=False, reason=reason, final=True)
         if case.searches:
             verdict = _found(case)
         if verdict.taken and case.options.take == "modelled":
@@ -308,8 +313,8 @@ def _within_reach(verdict: Verdict, case: Case, clock: measure.Device, compiled:
     That is of the measured time of Inductor's code. Those that the model expects to be faster need
     not be asked. Raises MemoryError."""
     ours, modelled = _expected(verdict)
-    if case.patience.over and (why := _small(case, ours)):
-        return replace(verdict, taken=False, reason=why)
+    if case.saves_little(ours):
+        return replace(verdict, taken=False, reason=_saves_little(case, ours))
     if ours < modelled:
         return verdict
     with case.seconds.on("trial"):
@@ -325,12 +330,9 @@ def _within_reach(verdict: Verdict, case: Case, clock: measure.Device, compiled:
     return replace(verdict, taken=False, reason=reason, inductor_us=theirs)
 
 
-def _small(case: Case, ours: float) -> str:
-    """The reason why kernels of so many microseconds are not tried any more, or ""."""
-    saves = (case.inductor_us - ours) * case.count
-    if saves >= case.patience.least_us:
-        return ""
-    expected = f"{ours:.1f} us expected, " if ours else ""
+def _saves_little(case: Case, ours: float | None = None) -> str:
+    """The reason why kernels of so many microseconds are not tried."""
+    expected = "" if ours is None else f"{ours:.1f} us expected, "
     return (
         f"{expected}{case.inductor_us:.1f} us of Inductor's kernels: too little to try it when "
         f"choosing has taken {PATIENCE_S:.0f} s"

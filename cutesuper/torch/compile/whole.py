@@ -6,6 +6,10 @@ layouts may change. So the graph with its regions is timed against the graph wit
 by Inductor, and while it is slower the half of the kinds of regions that saves least is given back.
 
 before: regions that are taken; after: those that are kept, and the times of both graphs.
+
+Inductor needs 18 s for its graph of a step of 32 layers, and then it is 10.1 ms beside 3.8 (Mistral
+7B, batch 8, H200). So nothing is compiled for a comparison where regions save more than all that
+lies between them and the rest can cost.
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ import torch
 from torch import fx
 
 from cutesuper import measure
+from cutesuper.torch.aten.table import is_free
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.options import BackendOptions
+from cutesuper.torch.compile.region import Region
+from cutesuper.torch.compile.region_operator import program_of, region_in_place
 from cutesuper.torch.compile.region_operator import region as region_operator
-from cutesuper.torch.compile.region_operator import region_in_place
+from cutesuper.torch.compile.rest import left_to_pytorch, tensor_bytes, tensors_of
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.selection import Decision
 from cutesuper.torch.compile.trial import described, lengths_in, moved
@@ -90,8 +97,48 @@ class Comparison:
         taken = [d for d in decisions if d.verdict.taken]
         if not taken or self._device is None:
             return list(decisions), None
+        if (why := _plainly_faster(self._gm.graph, taken, self._device)) is not None:
+            return list(decisions), Whole(reason=why)
         trial = _Trial(self._gm, taken, self._device, self._compiled, self._theirs)
         return _settled(trial, decisions, self._options)
+
+
+def _plainly_faster(graph: fx.Graph, taken: Sequence[Decision], device: torch.device) -> str | None:
+    """The reason why a graph is faster with its regions, whatever they do to the rest, or None.
+
+    Inductor can save what crosses a border: that each tensor is written, and read again by a kernel
+    of its own. And regions can make what is outside slower, say by a layout; if they save more than
+    all that takes as it is, little can be lost.
+    """
+    pairs = [(d.verdict.inductor_us, d.verdict.measured_us) for d in taken]
+    saved = sum(theirs - ours for theirs, ours in pairs if theirs and ours)
+    target = program_of(taken[0].key).target_on(device)
+    regions = [d.region for d in taken]
+    crossing = _crossing(regions)
+    moved = 2 * sum(tensor_bytes(t) for n in crossing for t in tensors_of(n))
+    border = moved / target.bandwidth * 1e6 + len(crossing) * target.launch_us
+    outside = sum(n.us for n in left_to_pytorch(graph, regions, {}, target))
+    if saved < border + outside:
+        return None
+    return (
+        f"its regions save {saved:.1f} us alone, their borders cost {border:.1f} us at most, and "
+        f"what is outside takes {outside:.1f} us"
+    )
+
+
+def _crossing(regions: Sequence[Region]) -> set[fx.Node]:
+    """The nodes whose tensors are made in the graph, and cross a border of a region.
+    Without inputs that are changed in place."""
+    changed = {r.node for n in regions for r in n.outputs if r.place in n.graph.continued}
+    found = {_viewed(node) for r in regions for node in r.border}
+    return {n for n in found if n.op != "placeholder" and n not in changed}
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The node that a node is a view of."""
+    while node.op == "call_function" and is_free(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _settled(
