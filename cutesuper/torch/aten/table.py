@@ -13,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from operator import getitem
 from typing import Any, ClassVar, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -195,8 +196,27 @@ def reads_places(node: fx.Node) -> bool:
 
 def records(nodes: Iterable[fx.Node]) -> bool:
     """True if one of these is computed from a tensor with a gradient."""
-    known = (n.meta.get("val") for n in reachable(nodes, lambda n: n.all_input_nodes))
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in known)
+    nodes = tuple(nodes)
+    if not any(_has_gradients(n.graph) for n in nodes):
+        return False  # what a step of 26 layers computes a cache from took half of cutting it
+    return any(map(_has_gradient, reachable(nodes, lambda n: n.all_input_nodes)))
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    t = node.meta.get("val")
+    return isinstance(t, torch.Tensor) and t.requires_grad
+
+
+#: for graphs of so many nodes, whether one has a gradient
+_gradients = WeakKeyDictionary[fx.Graph, tuple[int, bool]]()
+
+
+def _has_gradients(graph: fx.Graph) -> bool:
+    count, found = _gradients.get(graph, (-1, False))
+    if count != len(graph.nodes):
+        found = any(map(_has_gradient, graph.nodes))
+        _gradients[graph] = len(graph.nodes), found
+    return found
 
 
 #: what to write in place of operators without an entry, if that is short
