@@ -32,6 +32,7 @@ from cutesuper.ir.dims import Shape, extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, Counts, Items, lookup
+from cutesuper.ir.operators.monoid import SUM
 from cutesuper.ir.relations import ordered
 from cutesuper.ir.rounding import comparisons, elements_of, narrow
 from cutesuper.search.region import Way
@@ -716,7 +717,8 @@ class Segments:
         maximum and the difference, where the product and its maximum would have to be stored. Among
         several such positions in a row the last counts: operators after a product are its epilogue,
         which costs less than a prologue of the next. A product may always begin a kernel, unless
-        more bytes are needed there than before.
+        more bytes are needed there than before; so may sums of the elements of products, as those
+        of gradients over the query heads of a group.
         """
         crossing, found = self._crossing(order), {0, len(order)}
         for _, run in groupby(range(len(crossing)), key=crossing.__getitem__):
@@ -732,7 +734,16 @@ class Segments:
             product = self.flat.graph.nodes[order[n]].facets.contracts
             if product and crossing[n] <= crossing[n - 1]:
                 found.add(n)
+            if self._adds_products(order[n], order[n - 1]):
+                found.add(n)
         return {n for n in found if crossing[n] == inf or crossing[n] <= self._most}
+
+    def _adds_products(self, i: int, before: int) -> bool:
+        """True for a sum over a dimension, other than the last, of the product in front of it."""
+        nodes, operands = self.flat.graph.nodes, [v.value for v in self.flat.operands(i)]
+        sums = nodes[i].facets.reduces is SUM and not nodes[i].facets.averages
+        last = nodes[i].attributes.get("dim") == len(nodes[i].shape) - 1
+        return sums and not last and operands == [before] and nodes[before].facets.contracts
 
     def slopes(self, order: tuple[int, ...]) -> set[int]:
         """Positions between element-wise operators from which fewer elements are stored later.

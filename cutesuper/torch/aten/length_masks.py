@@ -25,7 +25,7 @@ from cutesuper.torch.aten.factored_dims import equal, equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.positions import Condition, Given, Integers, Limit, as_kind, marks_of
 from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, products
-from cutesuper.torch.aten.views import Filled, negated, turned
+from cutesuper.torch.aten.views import Expand, Filled, Same, View, negated, turned
 
 #: masks that are added to scores
 _FILLED = ("added", "lowest")
@@ -276,16 +276,35 @@ def reads(node: fx.Node) -> list[fx.Node]:
 
 
 def computed_again(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of masks made of positions that backward passes read, in the graph of both passes.
+    """The nodes that cost less to compute again than to keep, in the graph of both passes.
 
-    Those of all positions are among them: equal ones become one. They cost less to compute again
-    than to keep, and kernels take limits in place of them.
+    Those of masks made of positions that attention reads in the backward pass, for kernels take
+    limits in place of them; and of all positions: equal ones become one. Those that repeat keys and
+    values for the query heads of a group, for kernels read them where they are.
     """
     readers = (n for n in graph.nodes if n.op == "call_function" and _attends(n.target))
-    found = {m for n in readers if "backward" in str(n.target) for m in _makers(n)}
+    backward = [n for n in readers if "backward" in str(n.target)]
+    found = {m for n in backward for m in _makers(n)}
     if found:
         found.update(n for n in graph.nodes if _are_places(n))
+    found.update(m for n in backward for side in ("key", "value") for m in _repeated(n, side))
     return {n for n in found if n.op == "call_function"}
+
+
+def _repeated(node: fx.Node, side: str) -> list[fx.Node]:
+    """The nodes that repeat an operand of attention along a dimension, and the views below them."""
+    chain = list[fx.Node]()
+    n, length = arguments_of(node).get(side), 0
+    while isinstance(n, fx.Node) and isinstance(entry_of(n), View | Expand | Same):
+        below = n.all_input_nodes[0]
+        chain.append(n)
+        repeats = isinstance(entry_of(n), Expand) and not equal(
+            fake(n).numel(), fake(below).numel()
+        )
+        if repeats or (length and isinstance(entry_of(n), View)):
+            length = len(chain)
+        n = below
+    return chain[:length]
 
 
 def _are_places(node: fx.Node) -> bool:

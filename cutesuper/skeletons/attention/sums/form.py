@@ -102,6 +102,7 @@ class _Finder:
             tuple(d for d in self.program.dims if d not in labels),
         )
         self._check_operands(found, streams)
+        self._check_residents(found, streams)
         self._check_widths(found)
         self._check_rest(found, labels)
         return found
@@ -162,6 +163,13 @@ class _Finder:
             if dtype.name not in MULTIPLIED:
                 raise _refusal(f"the tensor cores take float16 and bfloat16, not {dtype}")
         check_one_type(self.region, [self.ops[i] for i in sorted(multiplied)])
+
+    def _check_residents(self, form: SumsForm, streams: set[int]) -> None:
+        """Check that what stays in the block is the same in all visits."""
+        multiplied = {j for i in self.scores for j in self.ops[i].inputs}
+        for j in multiplied - streams:
+            if form.visits in self.ops[j].labels:
+                raise _refusal(f"rows that stay in a block, and differ along {form.visits}")
 
     def _paged(self, op: LabelledOp) -> bool:
         return any(i == op.attributes["tensor"] for i, _ in self.region.pages)

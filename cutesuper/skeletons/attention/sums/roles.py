@@ -96,6 +96,8 @@ class SumsRoles:
         if len(streams) != 1 or any(self.ops[j].kind != LOAD for j in op.inputs):
             raise self._refuse(f"operation {i} is no product of a tile of rows and one of the loop")
         (resident,) = (j for j in op.inputs if j != streams[0])
+        if self.visits in self.ops[resident].dims:
+            raise self._refuse(f"operation {resident} stays, and differs along {self.visits}")
         return Score(i, resident, streams[0], op.attributes["over"])
 
     def _sum(self, i: int) -> LoopSum:
