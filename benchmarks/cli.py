@@ -39,6 +39,7 @@ COMMANDS = {
     "decode": "benchmarks.decode",
     "models": "benchmarks.models",
     "modules": "benchmarks.modules",
+    "steps": "benchmarks.steps",
     "calibrate": "benchmarks.calibrate",
     "rank": "benchmarks.rank",
     "search": "benchmarks.search.table",

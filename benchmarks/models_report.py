@@ -61,6 +61,44 @@ def modules_markdown(results: Case) -> str:
     return "\n\n".join([*parts, f"{environments(results)}."])
 
 
+STEPS_METHOD = (
+    "Forward, loss, backward and AdamW (fused) of models of transformers with random weights, "
+    "bfloat16, random tokens, sequences x tokens as said. Milliseconds of a step, median of the "
+    "wall clock, waiting for each; peak of allocated memory; seconds of the first step with empty "
+    "caches / in a second process. Every cell is a process of its own, one after the other on one "
+    "machine. Losses of all steps within 1 % of each other. Speedup: over the fastest correct "
+    "PyTorch column."
+)
+
+
+def steps_markdown(results: Case) -> str:
+    """A line for each model and implementation, and where the time of kernels goes."""
+    header = ["model", "layers", "tokens", "", "ms", "GiB", "first step, s", "speedup"]
+    rows, kernels = list[Row](), list[Row]()
+    kinds = sorted({k for c in results["cases"] for e in c["implementations"]
+                    for k in e.get("kernels_ms", ())})  # fmt: skip
+    for case in results["cases"]:
+        batch, tokens = case["shape"]
+        for e in case["implementations"]:
+            name = str(HEADINGS.get(e["name"], e["name"]))
+            same: list[str] = [case["title"], str(case["layers"]), f"{batch} x {tokens}", name]
+            if e["status"] != "ok":
+                rows.append([*same, e["status"], "", "", ""])
+                continue
+            ours = e["kind"] == "ours"
+            first = f"{e['cold_s']:.0f} / {e['first_s']:.0f}"
+            ratio = (ratio_cell(e, case) or "-") if ours else ""
+            rows.append([*same, _time(e), number(e["peak_gib"], 2), first, ratio])
+            spent = (e["kernels_ms"].get(k) for k in kinds)
+            kernels.append([case["title"], name, *(number(ms, 2) if ms else "" for ms in spent)])
+    parts = [
+        markdown_table(header, rows), STEPS_METHOD,
+        "Milliseconds of kernels in a step, by kind:",
+        markdown_table(["model", "", *kinds], kernels), *failures(results),
+    ]  # fmt: skip
+    return "\n\n".join([*parts, f"{environments(results)}."])
+
+
 def _row(case: Case, names: list[str], ours: list[str]) -> Row:
     floor = case["floor_us"]["plain"]
     return [

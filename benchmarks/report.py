@@ -248,6 +248,12 @@ KINDS: dict[str, Kind] = {
     "modules": Kind(
         _COMMON | {"dtype"}, print_results, models_report.modules_markdown, merges=True
     ),
+    "steps": Kind(
+        _COMMON | {"dtype"},
+        lambda results: print(models_report.steps_markdown(results)),
+        models_report.steps_markdown,
+        merges=True,
+    ),
     "chain": Kind(_COMMON | {"dtype", "layers"}, print_results, sweep_report.chain_markdown),
     "rank": Kind(_COMMON | {"dtype", "top"}, rank_report.print_results, rank_report.markdown),
     "search": Kind(_COMMON | {"target"}, search_report.print_search, search_report.search_markdown),
