@@ -101,6 +101,37 @@ def test_gradients_with_and_without_packed_sequences() -> None:
         assert len(reports) == 2
 
 
+class Repeated(nn.Module):
+    """Heads of keys and values that are repeated for the query heads of their group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x: Any) -> Any:
+        b, n, width = x.shape
+        q = (2 * x).view(b, n, 4, width // 4).transpose(1, 2)
+
+        def repeated(t: Any) -> Any:
+            t = t.reshape(b, n, 2, 1, width // 4).expand(-1, -1, -1, 2, -1)
+            return t.reshape(b, n, 4, width // 4).transpose(1, 2)
+
+        k, v = repeated(self.key(x)), repeated(self.value(x))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(b, n, width)
+
+
+def test_repeated_heads_are_read_where_they_are() -> None:
+    """The backward pass repeats them again, so that nothing keeps the copies."""
+    model, x = Repeated(), torch.randn(2, 16, 64)
+    forward, backward = attention_of(model, x)
+    for region in (forward, backward):
+        sizes = [o.node.meta["val"].numel() for o in region.inputs]
+        assert sizes.count(2 * 16 * 32) == 2 and max(sizes) == 2 * 16 * 64
+    call, _ = compiled(model)
+    judge_gradients(model, gradients(model, call, x), x)
+
+
 # --------------------------------------------------------------------------------- the pass alone
 
 

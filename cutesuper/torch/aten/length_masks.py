@@ -24,8 +24,8 @@ from cutesuper.ir.relations import reachable
 from cutesuper.torch.aten.factored_dims import equal, equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.positions import Condition, Given, Integers, Limit, as_kind, marks_of
-from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, products
-from cutesuper.torch.aten.views import Expand, Filled, Same, View, negated, turned
+from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, is_free, products
+from cutesuper.torch.aten.views import Expand, Filled, Same, negated, turned
 
 #: masks that are added to scores
 _FILLED = ("added", "lowest")
@@ -295,13 +295,13 @@ def _repeated(node: fx.Node, side: str) -> list[fx.Node]:
     """The nodes that repeat an operand of attention along a dimension, and the views below them."""
     chain = list[fx.Node]()
     n, length = arguments_of(node).get(side), 0
-    while isinstance(n, fx.Node) and isinstance(entry_of(n), View | Expand | Same):
+    while isinstance(n, fx.Node) and n.all_input_nodes and is_free(n):
         below = n.all_input_nodes[0]
         chain.append(n)
-        repeats = isinstance(entry_of(n), Expand) and not equal(
+        expanded = isinstance(entry_of(n), Expand) and not equal(
             fake(n).numel(), fake(below).numel()
         )
-        if repeats or (length and isinstance(entry_of(n), View)):
+        if expanded or (length and not isinstance(entry_of(n), Same)):
             length = len(chain)
         n = below
     return chain[:length]
