@@ -226,6 +226,24 @@ def scaled_heads(m: Dim, heads: int, n: int, grid: int, rows: int, dtype: DType 
     return g, one_kernel(g, b.step("scaled_heads"), "y", "dw")
 
 
+def sum_beside_heads(
+    m: Dim, heads: int, n: int, grid: int, rows: int, dtype: DType = bfloat16
+) -> Case:
+    """x [M, H, N] times y [M, 1, N], and the sum of y over M, which blocks of all heads have: a
+    right program that no row loop runs, as each block would add y."""
+    g = new_kernel_graph()
+    (x,) = _inputs(g, (m, heads, n), "x", dtype)
+    (y,) = _inputs(g, (m, 1, n), "y", dtype)
+    g.mark_output(x * y)
+    g.mark_output(g.sum(y, 0))
+
+    b = rows_of(m, n, grid, rows, H=heads)
+    bx, by = b.load("x", "M", "H", "N"), b.load("y", "M", None, "N")
+    b.store("z", b.op("mul", bx, by), "M", "H", "N")
+    b.store("total", over_rows(b, by), None, None, "N")
+    return g, one_kernel(g, b.step("sum_beside_heads"), "z", "total")
+
+
 def gain_of_columns(m: Dim, n: int, grid: int, rows: int, dtype: DType = bfloat16) -> Case:
     """x [M, N] times exp(w) [N], and the gradient of w for it: a function of the columns that is
     needed in every row, and again when the sums are finished."""

@@ -14,7 +14,7 @@ import torch
 
 import cutesuper as cs
 from cutesuper.errors import LoweringError, ScheduleError, SearchError
-from cutesuper.ir.block import KernelStep
+from cutesuper.ir.block import KernelStep, MuGraph
 from cutesuper.ir.dims import Dim
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
@@ -30,6 +30,9 @@ from cutesuper.skeletons.attention.sums.sizes import resized, scheduled_sums
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
+from cutesuper.verify.equivalence import verify
+from tests.mugraphs import Block
+from tests.row_programs import one_kernel
 from tests.test_lowering import KEPT
 from tests.test_lowering_attention import needs_sass
 
@@ -199,6 +202,112 @@ def test_other_programs_of_the_same_form() -> None:
 
 
 # ------------------------------------------------------------------------------------------- plans
+
+
+def of_copies(heads: int = 2, group: int = 2, rows: int = 128) -> KernelGraph:
+    """The gradients of attention over copies of K and V for the query heads of a group, summed over
+    the group, as autograd makes them. The copies are inputs, and may differ."""
+    g = new_kernel_graph()
+    shape = (1, heads, group, rows, 64)
+    q, k, v, do = (g.new_input(shape, "bfloat16", name=n) for n in ("Q", "K", "V", "dO"))
+    lse, delta = (g.new_input((*shape[:3], rows, 1), "float32", name=n) for n in ("L", "D"))
+    scores = g.causal_mask(g.mul(g.matmul(q, g.transpose(k)), 0.125))
+    weights = g.exp(g.sub(scores, lse))
+    change = g.mul(weights, g.sub(g.matmul(do, g.transpose(v)), delta))
+    g.mark_output(g.mul(g.matmul(change, k), 0.125))
+    of_k = g.mul(g.matmul(g.transpose(change), q), 0.125)
+    of_v = g.sum(g.matmul(g.transpose(weights), do), 2)
+    g.mark_output(g.sum(of_k, 2))
+    g.mark_output(of_v)
+    return g
+
+
+def one_in_all_visits() -> KernelGraph:
+    """A sum over the heads of Q, and one without them, of scores that both take."""
+    g = new_kernel_graph()
+    q, k, r = (
+        g.new_input((n, 256, 64), "bfloat16", name=x) for x, n in (("Q", 2), ("K", 1), ("R", 1))
+    )
+    scores = g.relu(g.matmul(k, g.transpose(r)))
+    g.mark_output(g.sum(g.matmul(g.mul(g.relu(g.matmul(k, g.transpose(q))), scores), q), 0))
+    g.mark_output(g.matmul(scores, r))
+    return g
+
+
+def stale(plan: SumsPlan) -> list[int]:
+    """Operations that a plan takes to be the same in all visits, or sums over them, and are not."""
+    ops, visits = plan.program.ops, plan.visits
+    found = [i for i in plan.residents if visits in ops[i].dims]
+    sums = [s.final for s in plan.sums if visits in ops[s.final].dims]
+    added = ((s.final, {*ops[s.stream].dims, *ops[s.operand].dims}) for s in plan.sums)
+    return [*found, *sums, *(i for i, dims in added if visits and visits not in dims)]
+
+
+@pytest.mark.parametrize(("make", "loops"), [(of_copies, 2), (one_in_all_visits, 0)])
+def test_what_stays_is_the_same_in_all_visits(make: Callable[[], KernelGraph], loops: int) -> None:
+    """The search finds other kernels where it is not: copies of K that may differ, and a sum that
+    every visit would add to."""
+    found = search(make(), H200, options=LOWERED, near=1.02).candidates[0]
+    plans = [make_plan(s, found.mugraph.tensors, H200) for s in found.mugraph.steps]
+    sums = [p for p in plans if isinstance(p, SumsPlan)]
+    assert len(sums) == loops and [stale(p) for p in sums] == [[]] * loops
+
+
+def visiting(kind: str) -> tuple[KernelGraph, MuGraph]:
+    """Products of K with a matrix for each head, over which blocks walk in turn: right, and no
+    program of this loop.
+
+    Args:
+        kind: what is wrong. "resident": K differs from head to head. "once": one of two sums has no
+            heads. "apart": heads are not summed. "cluster", "grid": blocks of a cluster have a head
+            each, those of the grid have some.
+    """
+    heads = 4 if kind == "grid" else 2
+    g = new_kernel_graph()
+    q, w = (g.new_input((heads, 128, 64), "bfloat16", name=n) for n in ("Q", "W"))
+    k = g.new_input((heads if kind == "resident" else 1, 64, 64), "bfloat16", name="K")
+    both = g.mul(g.relu(g.matmul(k, g.transpose(q))), g.matmul(k, g.transpose(w)))
+    made = g.matmul(both, q)
+    g.mark_output(made if kind in ("apart", "cluster") else g.sum(made, 0))
+
+    visits = "H.cluster" if kind == "cluster" else "H.persistent"
+    axes: dict[str, int | None] = {visits: 2, "N.grid": 1, "M.loop": 2}
+    axes |= {"H.grid": 2} if kind == "grid" else {}
+    dims: dict[str, Dim] = {"H": heads, "N": 64, "M": 128, "K": 64}
+    b = Block(dims, axes, {"H": 1, "N": 64, "M": 64, "K": 64})
+    bq, bw = (b.load(n, "H", "M", "K") for n in "QW")
+    bk = b.load("K", "H" if kind == "resident" else None, "N", "K")
+    one = b.op("relu", b.op("matmul", bk, bq, over="K"))
+    x = b.op("matmul", b.op("mul", one, b.op("matmul", bk, bw, over="K")), bq, over="M")
+    x = b.acc(x, "M.loop")
+    if kind in ("apart", "cluster"):
+        b.store("Z", x, "H", "N", "K")
+    else:
+        x = b.acc(b.op("sum", x, over="H"), "H.persistent")
+        b.store("Z", b.acc(x, "H.grid") if kind == "grid" else x, None, "N", "K")
+    if kind == "once":
+        r = g.new_input((1, 128, 64), "bfloat16", name="R")
+        g.mark_output(g.matmul(g.relu(g.matmul(k, g.transpose(r))), r))
+        br = b.load("R", None, "M", "K")
+        y = b.op("matmul", b.op("relu", b.op("matmul", bk, br, over="K")), br, over="M")
+        b.store("Z1", b.acc(y, "M.loop"), None, "N", "K")
+    return g, one_kernel(g, b.step(), "Z", *["Z1"] * (kind == "once"))
+
+
+@pytest.mark.parametrize(("kind", "message"), [
+    ("resident", "stays, and differs along H"),
+    ("once", "is no sum over H, and every visit adds"),
+    ("apart", "is no sum over H, and every visit adds"),
+    ("cluster", "a cluster divides H"),
+    ("grid", "the grid divides H, along which a block visits all"),
+])  # fmt: skip
+def test_visits_that_no_kernel_makes(kind: str, message: str) -> None:
+    graph, mu = visiting(kind)
+    assert verify(graph, mu)
+    with pytest.raises(LoweringError, match=message):
+        recognized_sums(mu.steps[0], Setting(H200, mu.tensors))
+    with pytest.raises(LoweringError):
+        make_plan(mu.steps[0], mu.tensors, H200)
 
 
 def names(plan: SumsPlan, loads: Any) -> str:

@@ -707,9 +707,10 @@ def test_padded_sizes() -> None:
     assert (p.active_threads, p.items, p.group_items, p.owned_items) == (64, 6, 3, 1)
 
 
-def test_scratch_of_a_symbolic_batch() -> None:
-    """Counted at the call: one piece for every sequence."""
-    program = Program({"B": 1, "N": 64}, B=Symbol("B", 5), N=512)
+@pytest.mark.parametrize("tile", [1, 2])
+def test_scratch_of_a_symbolic_batch(tile: int) -> None:
+    """Counted at the call: one piece for every sequence, whatever the program's tile of them."""
+    program = Program({"B": tile, "N": 64}, B=Symbol("B", 5), N=512)
     b = program.b
     b.axes = (*b.axes[:-1], Axis("N", AxisKind.GRID, 2), Axis("N", AxisKind.LOOP, 4))
     q, k = program.load("Q", "B", "M", "D"), program.load("K", "B", "N", "D")

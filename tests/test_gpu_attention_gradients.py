@@ -6,7 +6,7 @@ All memory that torch.empty returns is full of NaN, so that what is not written 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -15,13 +15,14 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.skeletons.attention.sums.plan import SumsPlan
 from cutesuper.torch.ops.attention import gradient
 from cutesuper.verify.numeric import acceptable
 from tests import zoo
 from tests.attention_reference import visible
-from tests.test_attention_gradients import attention, gated
+from tests.test_attention_gradients import attention, gated, of_copies, one_in_all_visits
 from tests.test_gpu import check
 from tests.test_gpu_ops_attention import poisoned
 
@@ -156,6 +157,15 @@ def test_a_kernel_of_the_graph() -> None:
     eager = call.by_torch(sides, cotangent, torch.bfloat16)[1:]
     for mine, want, other in zip(found, wanted, eager, strict=True):
         assert acceptable(mine, want, other, torch.bfloat16)
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize(("make", "loops"), [(of_copies, 2), (one_in_all_visits, 0)])
+def test_what_differs_in_visits(make: Callable[[], KernelGraph], loops: int) -> None:
+    """Copies of K and V that differ within a group, and a sum without the heads of another one."""
+    kernel = cs.superoptimize(make())
+    assert [type(s.plan) for s in kernel.kernels].count(SumsPlan) == loops
+    check(kernel, zoo.draw(kernel.graph, 5, "cuda"))
 
 
 def test_a_gated_mlp() -> None:

@@ -44,6 +44,7 @@ from tests.row_programs import (
     rows_of,
     softmax_forward,
     squared_error,
+    sum_beside_heads,
     whole,
 )
 
@@ -398,6 +399,13 @@ def stored_by_everybody() -> RowLoopPlan:
     return planned_block(b, {"x": (4096, 64), "w": (64,), "y": (1, 64), "z": (64,)})
 
 
+def same_for_all_heads() -> RowLoopPlan:
+    _, mu = sum_beside_heads(64, 3, 64, 8, 2)
+    plan = make_plan(replace(mu.steps[0], name="rows"), mu.tensors, H200)
+    assert isinstance(plan, RowLoopPlan)
+    return plan
+
+
 def symbol_inside() -> RowLoopPlan:
     m = Symbol("M", 64)
     b = Block(
@@ -434,6 +442,7 @@ REFUSED: dict[str, tuple[Callable[[], RowLoopPlan], str]] = {
     "symbolic row": (symbolic_row, "no label of a fixed extent runs along the rows"),
     "heads together": (outer_together, "a block must have one element of H, which is not walked"),
     "two kinds of sums": (two_kinds_of_sums, "sums over rows are over H and over none of H"),
+    "the same for all heads": (same_for_all_heads, "is the same for all of H, and each of its blo"),
     "divided": (divided_reduction, r"sum \(operation 1\) along rows that the grid divides"),
     "norm of a sum": (norm_of_a_sum, r"sum \(operation 5\) along the row of a sum over rows"),
     "in every column": (number_in_every_column, r"div \(operation 8\) needs a sum of values of "),

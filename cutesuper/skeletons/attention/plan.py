@@ -502,10 +502,11 @@ class AttentionPlan(Plan[AttentionSchedule]):
         )
 
     def _tiles(self, each: int) -> tuple[Dim | Tiles, ...]:
-        """Shape of memory with ``each`` elements for every tile of rows."""
+        """Shape of memory with ``each`` elements for every tile of rows.
+        A block has one element of the batch, whatever tile the program has there."""
         shape: list[Dim | Tiles] = []
         for d in self.batch + self.rows:
-            dim, tile = self.program.dims[d], self.tile(d)
+            dim, tile = self.program.dims[d], self.tile(d) if d in self.rows else 1
             if isinstance(dim, Symbol):
                 shape.append(dim if tile == 1 else Tiles(dim, tile))
             else:

@@ -182,6 +182,13 @@ def _check_sums(
             f"{where}: sums over rows are over {names} of {', '.join(outer)}; a "
             "kernel sums over the same labels"
         )
+    for s in sums:
+        same = [d for d in outer if program.dims[d] != 1 and d not in program.ops[s.source].dims]
+        if same:
+            raise LoweringError(
+                f"{where}: a sum over rows (operation {s.final}) is the same for all of {same[0]}, "
+                "and each of its blocks would add to it; compute it by another kernel"
+            )
     reaches = program.dependence.reaches
     narrow = {s.final for s in sums if column not in program.ops[s.source].dims}
     for i, op in enumerate(program.ops):

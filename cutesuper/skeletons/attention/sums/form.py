@@ -103,6 +103,7 @@ class _Finder:
         )
         self._check_operands(found, streams)
         self._check_residents(found, streams)
+        self._check_visits(found)
         self._check_widths(found)
         self._check_rest(found, labels)
         return found
@@ -170,6 +171,15 @@ class _Finder:
         for j in multiplied - streams:
             if form.visits in self.ops[j].labels:
                 raise _refusal(f"rows that stay in a block, and differ along {form.visits}")
+
+    def _check_visits(self, form: SumsForm) -> None:
+        """Check that every visit adds to every sum, and that no output is of one visit."""
+        if form.visits is None:
+            return
+        if any(form.visits not in self.ops[i].labels for i in self.sums):
+            raise _refusal(f"a sum that is the same in all visits along {form.visits}")
+        if any(form.visits in self.ops[i].labels for i, _ in self.program.outputs):
+            raise _refusal(f"an output that differs along {form.visits}, and another is a sum")
 
     def _paged(self, op: LabelledOp) -> bool:
         return any(i == op.attributes["tensor"] for i, _ in self.region.pages)

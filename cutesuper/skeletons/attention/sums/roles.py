@@ -54,6 +54,10 @@ class SumsRoles:
             raise self._refuse("a product of a product of a product")
         self.loop = self._axis(AxisKind.LOOP) or self._none("loop")
         self.visits = self._axis(AxisKind.PERSISTENT)
+        if shared := self._axis(AxisKind.CLUSTER):
+            raise self._refuse(f"a cluster divides {shared}")
+        if self.visits in [a.dim for a in self.program.of_kind(AxisKind.GRID)]:
+            raise self._refuse(f"the grid divides {self.visits}, along which a block visits all")
 
     def _after_each(self, products: list[int]) -> list[set[int]]:
         return [self.program.dependence.after([i]) - {i} for i in products]
@@ -109,7 +113,10 @@ class SumsRoles:
         columns = [d for d in self.ops[loads[0]].dims if not self.program.axes_of(d)]
         if len(columns) != 1:
             raise self._refuse(f"a streamed operand with {len(columns)} labels held whole")
-        return LoopSum(operand, loads[0], columns[0], self._complete(i))
+        final = self._complete(i)
+        if self.visits and (self.visits not in op.dims or self.visits in self.ops[final].dims):
+            raise self._refuse(f"operation {i} is no sum over {self.visits}, and every visit adds")
+        return LoopSum(operand, loads[0], columns[0], final)
 
     def _complete(self, i: int) -> int:
         """Follow a sum to where it has ended over the loop and over all visits."""
@@ -233,7 +240,7 @@ class SumsRoles:
         if len(op.inputs) < 2:
             return None
         view = self._view(op.inputs[1])
-        if not set(view.labels) <= {*self._batch(), op.attributes.get("rises")}:
+        if not set(view.labels) <= {*self._batch(), op.attributes.get("rises")} - {self.visits}:
             raise self._refuse(f"{op.facets.counts} along {', '.join(view.labels)}")
         return view
 
