@@ -175,6 +175,26 @@ def test_one_kind_of_sum_stays_as_it_is(make: Callable[[KernelGraph, Tensor], Te
     assert recomputed(g.expanded()) == []
 
 
+def test_sums_over_heads_are_scaled_last() -> None:
+    """Gradients of K and V of repeated heads: one kernel adds up both over the group."""
+    g = new_kernel_graph()
+    q, out, d = (g.new_input((1, 2, 2, 256, 64), cs.bfloat16, name=n) for n in ("q", "out", "d"))
+    k, v = (g.new_input((1, 2, 1, 256, 64), cs.bfloat16, name=n) for n in ("k", "v"))
+    lse = g.new_input((1, 2, 2, 256, 1), cs.float32, name="lse")
+    scores = g.mul(g.matmul(q, g.transpose(k)), 0.125)
+    p = g.exp(g.sub(g.causal_mask(scores, alignment="top_left"), lse))
+    ds = g.mul(p, g.sub(g.matmul(d, g.transpose(v)), g.sum(g.mul(d, out), -1)))
+    g.mark_output(g.mul(g.matmul(ds, k), 0.125))
+    g.mark_output(g.sum(g.mul(g.matmul(g.transpose(ds), q), 0.125), 2))
+    g.mark_output(g.sum(g.matmul(g.transpose(p), d), 2))
+    found = search(g, H200, options=LOWERED, near=1.02).candidates[0].mugraph
+    plans = [make_plan(s, found.tensors, H200) for s in found.steps]
+    sums = [plan for plan in plans if isinstance(plan, SumsPlan)]
+    assert [plan.visits is not None for plan in sums] == [False, True]
+    assert len(sums[1].outputs) == 2 and len(plans) == 3
+    assert verify(g, found)
+
+
 def test_the_search_finds_one_kernel_for_each() -> None:
     parts = cs.split(attention())
     forward = search(parts.forward, H200, options=LOWERED, near=1.02).candidates[0]

@@ -6,12 +6,16 @@ holds the other, so that one kernel cannot do both; where each has scores of its
 stored. Numbers of rows, such as maxima and sums of products with the output, are computed once.
 
 before: ``P = exp(Q K^T - lse)``, ``P K`` and ``P^T Q``; after: P for each.
+
+Where such a sum is scaled and added up over the heads of a group, it is scaled last: then one
+kernel adds up what it sums.
 """
 
 from __future__ import annotations
 
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ir.operators.base import INPUT, lookup
+from cutesuper.ir.operators.base import CONSTANT, INPUT, lookup
+from cutesuper.ir.operators.monoid import SUM
 from cutesuper.search.cuts import Groups
 
 
@@ -29,6 +33,7 @@ def recomputed(graph: KernelGraph) -> list[tuple[KernelGraph, Groups]]:
     Returns:
         Nothing if all outputs sum over one dimension.
     """
+    graph = _scaled_last(graph)
     sums = _Sums(graph)
     found: dict[frozenset[int], list[int]] = {}
     for n, output in enumerate(graph.outputs):
@@ -48,6 +53,42 @@ def recomputed(graph: KernelGraph) -> list[tuple[KernelGraph, Groups]]:
         for n in range(len(graph.outputs)) if n not in others
     ) + beside  # fmt: skip
     return [(_apart(graph, g, sums), g) for g in dict.fromkeys((together, alone))]
+
+
+def _scaled_last(graph: KernelGraph) -> KernelGraph:
+    """The program with multiples of sums in the place of sums of multiples of products.
+
+    before: ``sum(mul(P^T Q, 0.125))``; after: ``mul(sum(P^T Q), 0.125)``.
+    """
+    places = range(len(graph.nodes))
+    moved = {i: j for i in places if (j := _scaled(graph, i)) is not None}
+    if not moved:
+        return graph
+    new, values = KernelGraph(), dict[int, Tensor]()
+    for i, node in enumerate(graph.nodes):
+        if i not in moved:
+            values[i] = _copied(graph, new, i, values)
+            continue
+        scaled = moved[i]
+        x, factor = graph.nodes[scaled].inputs
+        added = new.apply(node.operator, values[x], **dict(node.attributes))
+        values[i] = new.copy_node(graph, scaled, [added, values[factor]])
+    for i in graph.outputs:
+        new.mark_output(values[i], graph.nodes[i].dtype)
+    return new
+
+
+def _scaled(graph: KernelGraph, i: int) -> int | None:
+    """The multiple of a product that a sum adds up, if it reads one that is scaled by a number."""
+    node = graph.nodes[i]
+    if node.facets.reduces is not SUM or node.facets.averages:
+        return None
+    [j] = node.inputs
+    scaled = graph.nodes[j]
+    if scaled.operator != "mul" or j in graph.outputs:
+        return None
+    x, factor = (graph.nodes[k] for k in scaled.inputs)
+    return j if x.facets.contracts and factor.operator == CONSTANT else None
 
 
 class _Sums:

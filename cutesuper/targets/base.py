@@ -174,12 +174,16 @@ class LibraryRates:
         attention_us: the same of attention.
         attention_efficiency: fraction of the peak that its products reach with many keys.
         attention_keys: visible keys of a row with which they reach half of that.
+        softmax_memory: time of sums behind a maximum of the same rows, over that of their memory.
+        softmax_columns: elements of the shortest rows of which that holds.
     """
 
     product_us: float
     attention_us: float
     attention_efficiency: float
     attention_keys: float
+    softmax_memory: float
+    softmax_columns: int
 
 
 @dataclass(frozen=True)

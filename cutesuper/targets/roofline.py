@@ -65,9 +65,30 @@ def _priced(graph: KernelGraph, target: Target, groups: list[set[int]]) -> Basel
     for group in groups:
         beside_us, efficiency = _library(graph, group, target.libraries)
         rate = target.tensor_flops * efficiency
-        seconds = max(_bytes(graph, group) / target.bandwidth, _products(graph, group) / rate)
+        again = target.libraries.softmax_memory if _sums_behind_maximum(graph, group, target) else 1
+        memory = again * _bytes(graph, group) / target.bandwidth
+        seconds = max(memory, _products(graph, group) / rate)
         us += seconds * 1e6 + beside_us + target.launch_us
     return Baseline(us, len(groups))
+
+
+def _sums_behind_maximum(graph: KernelGraph, group: set[int], target: Target) -> bool:
+    """True for a kernel that sums long rows with their maximum, as softmax does."""
+    behind = set[int]()
+    for i in sorted(group):
+        n = graph.nodes[i]
+        if n.facets.reduces is None:
+            if behind.intersection(n.inputs):
+                behind.add(i)
+            continue
+        rows = graph.nodes[n.inputs[0]].shape
+        if extent(rows[n.attributes["dim"]]) < target.libraries.softmax_columns:
+            continue
+        if behind.intersection(n.inputs):
+            return True
+        if n.facets.selects:
+            behind.add(i)
+    return False
 
 
 def _library(graph: KernelGraph, group: set[int], rates: LibraryRates) -> tuple[float, float]:
