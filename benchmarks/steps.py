@@ -276,10 +276,14 @@ def main(argv: Sequence[str], prog: str) -> int:
         "dtype": DTYPE, "environment": environment(CudaBackend()), "cases": [],
     }  # fmt: skip
     for name in names:
-        entries = [measured(name, p, arguments.steps, arguments.timeout) for p in peers]
+        entries: list[dict[str, Any]] = []
+        for peer in peers:
+            print(f"{name}, {peer}: cold, then warm", file=sys.stderr, flush=True)
+            entries.append(measured(name, peer, arguments.steps, arguments.timeout))
+            if arguments.json:
+                done = [*results["cases"], _case(name, [dict(e) for e in entries])]
+                save_results({**results, "cases": done}, arguments.json)
         results["cases"].append(_case(name, entries))
-        if arguments.json:
-            save_results(results, arguments.json)
     print(steps_markdown(results))
     mine = [e for c in results["cases"] for e in c["implementations"] if e["kind"] == "ours"]
     return int(any(e["status"] != "ok" for e in mine))

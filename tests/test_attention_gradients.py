@@ -175,8 +175,8 @@ def test_one_kind_of_sum_stays_as_it_is(make: Callable[[KernelGraph, Tensor], Te
     assert recomputed(g.expanded()) == []
 
 
-def test_sums_over_heads_are_scaled_last() -> None:
-    """Gradients of K and V of repeated heads: one kernel adds up both over the group."""
+def of_groups() -> KernelGraph:
+    """Gradients of repeated heads as AOTAutograd makes them: scaled, then added up over a group."""
     g = new_kernel_graph()
     q, out, d = (g.new_input((1, 2, 2, 256, 64), cs.bfloat16, name=n) for n in ("q", "out", "d"))
     k, v = (g.new_input((1, 2, 1, 256, 64), cs.bfloat16, name=n) for n in ("k", "v"))
@@ -187,6 +187,12 @@ def test_sums_over_heads_are_scaled_last() -> None:
     g.mark_output(g.mul(g.matmul(ds, k), 0.125))
     g.mark_output(g.sum(g.mul(g.matmul(g.transpose(ds), q), 0.125), 2))
     g.mark_output(g.sum(g.matmul(g.transpose(p), d), 2))
+    return g
+
+
+def test_sums_over_heads_are_scaled_last() -> None:
+    """One kernel adds up the gradients of K and of V over the group."""
+    g = of_groups()
     found = search(g, H200, options=LOWERED, near=1.02).candidates[0].mugraph
     plans = [make_plan(s, found.tensors, H200) for s in found.steps]
     sums = [plan for plan in plans if isinstance(plan, SumsPlan)]

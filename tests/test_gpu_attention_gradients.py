@@ -22,7 +22,13 @@ from cutesuper.torch.ops.attention import gradient
 from cutesuper.verify.numeric import acceptable
 from tests import zoo
 from tests.attention_reference import visible
-from tests.test_attention_gradients import attention, gated, of_copies, one_in_all_visits
+from tests.test_attention_gradients import (
+    attention,
+    gated,
+    of_copies,
+    of_groups,
+    one_in_all_visits,
+)
 from tests.test_gpu import check
 from tests.test_gpu_ops_attention import poisoned
 
@@ -160,7 +166,9 @@ def test_a_kernel_of_the_graph() -> None:
 
 
 @pytest.mark.ptx
-@pytest.mark.parametrize(("make", "loops"), [(of_copies, 2), (one_in_all_visits, 0)])
+@pytest.mark.parametrize(
+    ("make", "loops"), [(of_copies, 2), (of_groups, 2), (one_in_all_visits, 0)]
+)
 def test_what_differs_in_visits(make: Callable[[], KernelGraph], loops: int) -> None:
     """Copies of K and V that differ within a group, and a sum without the heads of another one."""
     kernel = cs.superoptimize(make())
