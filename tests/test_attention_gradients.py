@@ -230,9 +230,10 @@ def test_other_programs_of_the_same_form() -> None:
 # ------------------------------------------------------------------------------------------- plans
 
 
-def of_copies(heads: int = 2, group: int = 2, rows: int = 128) -> KernelGraph:
+def of_copies(heads: int = 2, group: int = 2, rows: int = 128, last: bool = False) -> KernelGraph:
     """The gradients of attention over copies of K and V for the query heads of a group, summed over
-    the group, as autograd makes them. The copies are inputs, and may differ."""
+    the group, as autograd makes them. The copies are inputs, and may differ. ``last``: the sums are
+    behind all products."""
     g = new_kernel_graph()
     shape = (1, heads, group, rows, 64)
     q, k, v, do = (g.new_input(shape, "bfloat16", name=n) for n in ("Q", "K", "V", "dO"))
@@ -242,7 +243,12 @@ def of_copies(heads: int = 2, group: int = 2, rows: int = 128) -> KernelGraph:
     change = g.mul(weights, g.sub(g.matmul(do, g.transpose(v)), delta))
     g.mark_output(g.mul(g.matmul(change, k), 0.125))
     of_k = g.mul(g.matmul(g.transpose(change), q), 0.125)
-    of_v = g.sum(g.matmul(g.transpose(weights), do), 2)
+    of_v = g.matmul(g.transpose(weights), do)
+    if last:
+        g.mark_output(g.sum(of_k, 2))
+        g.mark_output(g.sum(of_v, 2))
+        return g
+    of_v = g.sum(of_v, 2)
     g.mark_output(g.sum(of_k, 2))
     g.mark_output(of_v)
     return g
@@ -258,6 +264,15 @@ def one_in_all_visits() -> KernelGraph:
     g.mark_output(g.sum(g.matmul(g.mul(g.relu(g.matmul(k, g.transpose(q))), scores), q), 0))
     g.mark_output(g.matmul(scores, r))
     return g
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_sums_of_copies_begin_kernels(last: bool) -> None:
+    """Too many scores to be stored: products and their sums over the group are apart."""
+    g = of_copies(rows=1024, last=last)
+    found = search(g, H200, options=LOWERED, near=1.02).candidates[0].mugraph
+    kinds = [type(make_plan(s, found.tensors, H200)).__name__ for s in found.steps]
+    assert kinds == ["SumsPlan", "SumsPlan", "RowPlan", "RowPlan"]
 
 
 def stale(plan: SumsPlan) -> list[int]:

@@ -734,16 +734,18 @@ class Segments:
             product = self.flat.graph.nodes[order[n]].facets.contracts
             if product and crossing[n] <= crossing[n - 1]:
                 found.add(n)
-            if self._adds_products(order[n], order[n - 1]):
+            if self._adds_product(order[n]) and not self._adds_product(order[n - 1]):
                 found.add(n)
         return {n for n in found if crossing[n] == inf or crossing[n] <= self._most}
 
-    def _adds_products(self, i: int, before: int) -> bool:
-        """True for a sum over a dimension, other than the last, of the product in front of it."""
-        nodes, operands = self.flat.graph.nodes, [v.value for v in self.flat.operands(i)]
-        sums = nodes[i].facets.reduces is SUM and not nodes[i].facets.averages
-        last = nodes[i].attributes.get("dim") == len(nodes[i].shape) - 1
-        return sums and not last and operands == [before] and nodes[before].facets.contracts
+    def _adds_product(self, i: int) -> bool:
+        """True for a sum of a product over a dimension other than the last."""
+        nodes = self.flat.graph.nodes
+        if nodes[i].facets.reduces is not SUM or nodes[i].facets.averages:
+            return False
+        [operand] = self.flat.operands(i)
+        last = nodes[i].attributes["dim"] == len(nodes[i].shape) - 1
+        return not last and nodes[operand.value].facets.contracts
 
     def slopes(self, order: tuple[int, ...]) -> set[int]:
         """Positions between element-wise operators from which fewer elements are stored later.
