@@ -111,3 +111,12 @@ def test_what_saves_little_is_not_timed_when_time_is_over(ours: float, tried: bo
     late = selection._within_reach(verdict, case(4, 100.0, True), H200, pytest.fail)  # type: ignore[arg-type]
     assert late.taken == tried
     assert tried or f"{ours:.1f} us expected" in late.reason
+
+
+def test_what_is_refused_has_nothing_at_stake() -> None:
+    """Tensors on several devices have no target to ask."""
+    given = case(3, 0.0, False)
+    given.__dict__["refusal"] = "its tensors are not on one GPU, or on the CPU"
+    assert selection._at_stake(given) == 0.0
+    given.__dict__["refusal"] = None
+    assert selection._at_stake(given) == 300.0

@@ -97,8 +97,6 @@ class Comparison:
         taken = [d for d in decisions if d.verdict.taken]
         if not taken or self._device is None:
             return list(decisions), None
-        if (why := _plainly_faster(self._gm.graph, taken, self._device)) is not None:
-            return list(decisions), Whole(reason=why)
         trial = _Trial(self._gm, taken, self._device, self._compiled, self._theirs)
         return _settled(trial, decisions, self._options)
 
@@ -145,6 +143,8 @@ def _settled(
     trial: _Trial, decisions: Sequence[Decision], options: BackendOptions
 ) -> tuple[list[Decision], Whole | None]:
     try:
+        if (why := _plainly_faster(trial.gm.graph, trial.taken, trial.device)) is not None:
+            return list(decisions), Whole(reason=why)
         whole, kept = _known_or_tried(trial, options)
     except (torch.OutOfMemoryError, MemoryError) as error:
         return list(decisions), Whole(reason=f"for want of memory: {str(error).splitlines()[0]}")
