@@ -174,7 +174,7 @@ def kind_of(kernel: str) -> str:
 def _in_process(
     name: str, implementation: str, steps: int, folder: str, timeout: float
 ) -> dict[str, Any]:
-    """What a process of its own measures, whose caches are in a folder.
+    """The measurements of a process of its own, whose caches are in a folder.
     Raises RuntimeError with what it wrote last, TimeoutExpired."""
     caches = {
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",

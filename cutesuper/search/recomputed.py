@@ -85,7 +85,7 @@ def _scaled(graph: KernelGraph, i: int) -> int | None:
         return None
     [j] = node.inputs
     scaled = graph.nodes[j]
-    if scaled.operator != "mul" or j in graph.outputs:
+    if scaled.facets.powers != (1, 1) or j in graph.outputs:
         return None
     x, factor = (graph.nodes[k] for k in scaled.inputs)
     return j if x.facets.contracts and factor.operator == CONSTANT else None

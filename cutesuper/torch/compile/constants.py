@@ -58,7 +58,7 @@ def settle_constants(graph: fx.Graph) -> None:
 
 
 def _constants(graph: fx.Graph) -> dict[fx.Node, _Number | _Places]:
-    """What to put in the place of nodes. They are run here, with real tensors."""
+    """The constants in the place of nodes, which are run here, with real tensors."""
     known = dict[fx.Node, torch.Tensor]()
     found = dict[fx.Node, _Number | _Places]()
     for node in graph.nodes:
