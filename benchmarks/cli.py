@@ -244,9 +244,7 @@ def supervise(arguments: argparse.Namespace, measure: Callable[[Monitor], None])
     of ours failed or was wrong, 2 without a CUDA GPU or for wrong arguments, 3 when an
     implementation hung or broke the device (what was measured until then is printed and written).
     """
-    if not torch.cuda.is_available():
-        print("error: benchmarks need a CUDA GPU and PyTorch sees none here", file=sys.stderr)
-        raise SystemExit(EXIT_NO_DEVICE)
+    require_device()
     monitor = CliMonitor(arguments.timeout, arguments.json)
     try:
         measure(monitor)
@@ -260,6 +258,13 @@ def supervise(arguments: argparse.Namespace, measure: Callable[[Monitor], None])
     if ours_failed(results):
         raise SystemExit(EXIT_OURS_FAILED)
     return 0
+
+
+def require_device() -> None:
+    """Raise SystemExit without a CUDA GPU."""
+    if not torch.cuda.is_available():
+        print("error: benchmarks need a CUDA GPU and PyTorch sees none here", file=sys.stderr)
+        raise SystemExit(EXIT_NO_DEVICE)
 
 
 def ours_failed(results: dict[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cli import ours_failed, require_device
 from benchmarks.device import CudaBackend, environment
 from benchmarks.models import DTYPE, MODELS, Family
 from benchmarks.models_report import steps_markdown
@@ -249,7 +250,7 @@ def _case(name: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Measure; returns 0 when ours ran and were right, 1 otherwise, 2 without a CUDA GPU."""
+    """Measure; returns 0 when ours ran and were right, else 1. Raises as `cli.supervise`."""
     parser = argparse.ArgumentParser(prog=prog, description="Measure training steps of models.")
     parser.add_argument("--only", help=f"comma-separated subset of: {', '.join(RECIPES)}")
     parser.add_argument("--peers", help=f"comma-separated subset of: {', '.join(IMPLEMENTATIONS)}")
@@ -268,9 +269,7 @@ def main(argv: Sequence[str], prog: str) -> int:
             raise ValueError("--steps: at least 2; --timeout: a positive number of seconds")
     except ValueError as error:
         parser.error(str(error))
-    if not torch.cuda.is_available():
-        print("error: benchmarks need a CUDA GPU and PyTorch sees none here", file=sys.stderr)
-        return 2
+    require_device()
     results: dict[str, Any] = {
         "schema": SCHEMA, "kind": "steps", "name": "steps", "title": "Training steps of models",
         "dtype": DTYPE, "environment": environment(CudaBackend()), "cases": [],
@@ -285,8 +284,7 @@ def main(argv: Sequence[str], prog: str) -> int:
                 save_results({**results, "cases": done}, arguments.json)
         results["cases"].append(_case(name, entries))
     print(steps_markdown(results))
-    mine = [e for c in results["cases"] for e in c["implementations"] if e["kind"] == "ours"]
-    return int(any(e["status"] != "ok" for e in mine))
+    return int(ours_failed(results))
 
 
 if __name__ == "__main__":

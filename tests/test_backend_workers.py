@@ -81,10 +81,10 @@ def test_two_workers_decide_the_same(two: Workers, alone: Verdicts) -> None:
 
 
 def waiting(place: str, saves_little: bool = False, patience: Patience | None = None) -> Any:
-    """A case that waits for its turn."""
+    """A case that waits for its turn, with 0 us of Inductor's kernels."""
     return SimpleNamespace(
-        place=place, patience=patience or Patience(), clock=object(),
-        saves_little=lambda expected: saves_little,
+        place=place, patience=patience or Patience(), saves_little=lambda expected: saves_little,
+        saved_us=lambda ours: -ours,
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_what_saves_most_is_decided_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ahead, "shared", lambda: None)
     cases: list[Any] = [waiting(name) for name in "abcde"]
     work = ahead.Ahead(())
-    work._gains = {"a": -5.0, "b": 3.0, "c": 7.0, "d": 2.0}
+    work._expected = {"a": 5.0, "b": -3.0, "c": -7.0, "d": -2.0}
     compiles = Future[Any]()
     work._jobs = {"c": [compiles]}
     order = [cases.pop(work.next(cases)).place for _ in range(2)]

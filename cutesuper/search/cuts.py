@@ -32,7 +32,6 @@ from cutesuper.ir.dims import Shape, extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, Counts, Items, lookup
-from cutesuper.ir.operators.monoid import SUM
 from cutesuper.ir.relations import ordered
 from cutesuper.ir.rounding import comparisons, elements_of, narrow
 from cutesuper.search.region import Way
@@ -741,7 +740,7 @@ class Segments:
     def _adds_product(self, i: int) -> bool:
         """True for a sum of a product over a dimension other than the last."""
         nodes = self.flat.graph.nodes
-        if nodes[i].facets.reduces is not SUM or nodes[i].facets.averages:
+        if not nodes[i].facets.sums:
             return False
         [operand] = self.flat.operands(i)
         last = nodes[i].attributes["dim"] == len(nodes[i].shape) - 1

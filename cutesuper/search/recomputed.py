@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import CONSTANT, INPUT, lookup
-from cutesuper.ir.operators.monoid import SUM
 from cutesuper.search.cuts import Groups
 
 
@@ -81,11 +80,11 @@ def _scaled_last(graph: KernelGraph) -> KernelGraph:
 def _scaled(graph: KernelGraph, i: int) -> int | None:
     """The multiple of a product that a sum adds up, if it reads one that is scaled by a number."""
     node = graph.nodes[i]
-    if node.facets.reduces is not SUM or node.facets.averages:
+    if not node.facets.sums:
         return None
     [j] = node.inputs
     scaled = graph.nodes[j]
-    if scaled.facets.powers != (1, 1) or j in graph.outputs:
+    if not scaled.facets.multiplies or j in graph.outputs:
         return None
     x, factor = (graph.nodes[k] for k in scaled.inputs)
     return j if x.facets.contracts and factor.operator == CONSTANT else None

@@ -314,7 +314,7 @@ class Within(NamedTuple):
     other: int | None = None
 
     def both(self, rest: Within) -> Within:
-        """Those that both take."""
+        """The indices that both take."""
         other = self.other if self.other == rest.other else None
         return Within(max(self.first, rest.first), min(self.end, rest.end), other)
 

@@ -262,9 +262,14 @@ def rows_of(node: fx.Node) -> fx.Node | None:
     """The row operand of a product, through views; None for other operators."""
     entry = entry_of(node)
     found = None if entry is None else entry.rows(arguments_of(node))
-    while isinstance(found, fx.Node) and is_free(found) and found.all_input_nodes:
-        found = found.all_input_nodes[0]
-    return found
+    return viewed(found) if isinstance(found, fx.Node) else found
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """The node that a node is a view of, through casts too; itself for any other node."""
+    while is_free(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def is_free(node: fx.Node) -> bool:

@@ -40,12 +40,8 @@ class Ahead:
         #: searches whose results were not looked at, and their cases
         self._searches: dict[Future[pipeline.Outcome], Case] = {}
         self._jobs: dict[Place, list[Future[Any]]] = {}
-        #: microseconds that the model expects programs to save, in all regions that get them
-        self._gains: dict[Place, float] = {}
-        #: and that they take, each
+        #: microseconds that the model expects programs to take
         self._expected: dict[Place, float] = {}
-        #: those of which it expects nothing
-        self._hopeless: list[Case] = []
 
     def __enter__(self) -> Ahead:
         return self
@@ -73,13 +69,16 @@ class Ahead:
                 future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
                 self._jobs[case.place], self._searches[future] = [future], case
 
-    def follow(self) -> list[Case]:
-        """Wait for half of the searches that have begun, and send what follows from them.
-        The cases of which the model expects nothing."""
+    def follow(self) -> None:
+        """Wait for half of the searches that have begun, and send what follows from them."""
         begun = set(self._searches)
         while 2 * len(missing := begun & {*self._searches}) > len(begun):
             self._await(missing)
-        return list(self._hopeless)
+
+    def gain(self, case: Case) -> float:
+        """Microseconds that the model expects a case to save; infinity if nothing is known."""
+        expected = self._expected.get(case.place)
+        return inf if expected is None else case.saved_us(expected)
 
     def next(self, cases: Sequence[Case]) -> int:
         """The place of the case that is to be decided next: the one that is expected to save most.
@@ -89,7 +88,7 @@ class Ahead:
         while True:
             ready = [n for n, case in enumerate(cases) if self._is_ready(case)]
             if ready:
-                chosen = max(ready, key=lambda n: self._gains.get(cases[n].place, inf))
+                chosen = max(ready, key=lambda n: self.gain(cases[n]))
                 self._end(cases[chosen])
                 return chosen
             if time.monotonic() > patience.most:
@@ -102,8 +101,7 @@ class Ahead:
         """True for a case that can be decided."""
         if not self._missing(case.place) or case.place in case.patience.left:
             return True
-        expected = self._expected.get(case.place, 0.0)
-        return case.clock is not None and case.saves_little(expected)
+        return case.saves_little(self._expected.get(case.place, 0.0))
 
     def _await(self, awaited: set[Future[Any]], until: float = inf) -> None:
         """Wait for one of these, and follow the searches among those that are done."""
@@ -126,11 +124,8 @@ class Ahead:
                 warn_once(f"a search {error}; it is done in this process")
             return
         case.program.bring(case.sample.extents, case.target, case.most_us, outcome)
-        expected = self._expected[case.place] = _expected_us(outcome)
-        gain = self._gains[case.place] = (case.inductor_us - expected) * case.count
-        hopeless = gain <= 0 and case.options.take != "all"
-        if hopeless:
-            self._hopeless.append(case)
+        self._expected[case.place] = _expected_us(outcome)
+        hopeless = self.gain(case) <= 0 and case.options.take != "all"
         if isinstance(outcome.found, CutesuperError) or hopeless:
             for part in case.parts:
                 self.begin(part)

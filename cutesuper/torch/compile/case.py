@@ -145,11 +145,6 @@ class Case:
         moves = (o.turns or o.puts for o in operators)
         return sum(moves) + sum(bool(o.reduces) or o.composite or o.contracts for o in operators)
 
-    @property
-    def multiplies(self) -> bool:
-        """True if it has products."""
-        return any(n.facets.contracts for n in self.region.graph.nodes)
-
     @cached_property
     def parts(self) -> tuple[Case, ...]:
         """The halves of the region, if each can have something to gain."""
@@ -193,8 +188,11 @@ class Case:
 
     def saves_little(self, ours: float = 0.0) -> bool:
         """True if kernels of so many microseconds, by the model, are no longer worth a trial."""
-        saved = (self.inductor_us - ours) * self.count
-        return self.patience.over and saved < self.patience.least_us
+        return self.patience.over and self.saved_us(ours) < self.patience.least_us
+
+    def saved_us(self, ours: float) -> float:
+        """Microseconds that kernels of so many save, by the model, in all regions like this one."""
+        return (self.inductor_us - ours) * self.count
 
     @property
     def most_us(self) -> float:

@@ -117,16 +117,14 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 def _us(node: fx.Node, target: Target) -> float:
     """Microseconds of an operator of PyTorch: a launch, and its memory accesses or products."""
-    moved = sum(
-        map(tensor_bytes, (t for n in (node, *node.all_input_nodes) for t in tensors_of(n)))
-    )
+    moved = bytes_of((node, *node.all_input_nodes))
     seconds = max(moved / target.bandwidth, _flops(node) / target.tensor_flops)
     return seconds * 1e6 + target.launch_us
 
 
-def tensor_bytes(t: torch.Tensor) -> int:
-    """The bytes of a tensor, in the example where extents may differ."""
-    return elements(t.shape) * t.dtype.itemsize
+def bytes_of(nodes: Iterable[fx.Node]) -> int:
+    """The bytes of the tensors that nodes make, in the example where extents may differ."""
+    return sum(elements(t.shape) * t.dtype.itemsize for n in nodes for t in tensors_of(n))
 
 
 def elements(shape: Iterable[Any]) -> int:

@@ -129,7 +129,8 @@ def _decide_in_order(
     with Ahead(_verdicts) as ahead, counting(len(waiting)) as show:
         for case in waiting:
             ahead.begin(case)
-        if any(case.multiplies for case in ahead.follow()):
+        ahead.follow()
+        if any(ahead.gain(case) <= 0 and case.region.products for case in waiting):
             meanwhile()
         if waiting and waiting[0].options.take == "faster":
             patience.until = time.monotonic() + PATIENCE_S
@@ -242,7 +243,7 @@ def _judge(case: Case) -> Verdict:
 def _judged(case: Case) -> Verdict:
     verdict = Verdict(True, "")
     try:
-        if case.clock is not None and case.saves_little():
+        if case.saves_little():
             return replace(verdict, taken=False, reason=_saves_little(case), final=True)
         if case.patience.left and case.place in case.patience.left:
             reason = f"not searched to the end: choosing had taken {2 * PATIENCE_S:.0f} s"

@@ -25,14 +25,14 @@ import torch
 from torch import fx
 
 from cutesuper import measure
-from cutesuper.torch.aten.table import is_free
+from cutesuper.torch.aten.table import viewed
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import Region
 from cutesuper.torch.compile.region_operator import program_of, region_in_place
 from cutesuper.torch.compile.region_operator import region as region_operator
-from cutesuper.torch.compile.rest import left_to_pytorch, tensor_bytes, tensors_of
+from cutesuper.torch.compile.rest import bytes_of, left_to_pytorch
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.selection import Decision
 from cutesuper.torch.compile.trial import described, lengths_in, moved
@@ -113,8 +113,7 @@ def _plainly_faster(graph: fx.Graph, taken: Sequence[Decision], device: torch.de
     target = program_of(taken[0].key).target_on(device)
     regions = [d.region for d in taken]
     crossing = _crossing(regions)
-    moved = 2 * sum(tensor_bytes(t) for n in crossing for t in tensors_of(n))
-    border = moved / target.bandwidth * 1e6 + len(crossing) * target.launch_us
+    border = 2 * bytes_of(crossing) / target.bandwidth * 1e6 + len(crossing) * target.launch_us
     outside = sum(n.us for n in left_to_pytorch(graph, regions, {}, target))
     if saved < border + outside:
         return None
@@ -128,15 +127,8 @@ def _crossing(regions: Sequence[Region]) -> set[fx.Node]:
     """The nodes whose tensors are made in the graph, and cross a border of a region.
     Without inputs that are changed in place."""
     changed = {r.node for n in regions for r in n.outputs if r.place in n.graph.continued}
-    found = {_viewed(node) for r in regions for node in r.border}
+    found = {viewed(node) for r in regions for node in r.border}
     return {n for n in found if n.op != "placeholder" and n not in changed}
-
-
-def _viewed(node: fx.Node) -> fx.Node:
-    """The node that a node is a view of."""
-    while node.op == "call_function" and is_free(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _settled(

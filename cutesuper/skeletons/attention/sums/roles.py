@@ -9,7 +9,6 @@ from cutesuper.errors import LoweringError
 from cutesuper.ir.block import ENDING, LOAD, STORE, AxisKind, BlockOp, KernelStep
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import CONSTANT, TABLE
-from cutesuper.ir.operators.monoid import SUM
 from cutesuper.ir.thread import fuse
 from cutesuper.ir.unseen import Fate, fate
 from cutesuper.skeletons.attention.plan import Mask
@@ -130,8 +129,7 @@ class SumsRoles:
             i = ends[0]
 
     def _continues(self, op: BlockOp) -> bool:
-        added = op.facets.reduces is SUM and not op.facets.averages
-        return op.kind in ENDING or (added and op.attributes["over"] == self.visits)
+        return op.kind in ENDING or (op.facets.sums and op.attributes["over"] == self.visits)
 
     def _rows(self, scores: tuple[Score, ...], sums: tuple[LoopSum, ...]) -> str:
         """The label of the residents by whose position masks hide; else the longest of them.
