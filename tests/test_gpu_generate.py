@@ -15,8 +15,10 @@ import cutesuper as cs
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import transformers  # noqa: E402
+
 from cutesuper.errors import GenerationError  # noqa: E402
-from tests.patching import in_float64, new_model  # noqa: E402
+from tests.patching import EXTENTS, in_float64, new_model  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -70,6 +72,48 @@ def test_greedy_tokens(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -
         assert_likeliest(model, made, shown)
         # programs of patched models are timed in graphs too, before the steps' graph is replayed
         assert seen.count(seen[-1]) == NEW - 3 and set(seen[-(NEW - 3) :]) == {seen[-1]}
+
+
+def small(family: str) -> Any:
+    """A float32 model on the GPU; windows, where it has them, are crossed while decoding."""
+    windows: dict[str, Any] = {"sliding_window": 24}
+    if family in {"Llama", "Qwen3"}:
+        return new_model(family, **WIDE).to("cuda")
+    if family == "Mistral":
+        return new_model(family, **WIDE, **windows).to("cuda")
+    torch.manual_seed(0)
+    if family == "GPT2":
+        config: Any = transformers.GPT2Config(
+            vocab_size=128, n_embd=256, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None
+        )
+        return transformers.GPT2LMHeadModel(config).eval().to("cuda")
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3TextConfig(**(EXTENTS | WIDE | windows | layers))
+    return transformers.Gemma3ForCausalLM(config).eval().to("cuda")
+
+
+@pytest.mark.parametrize("how", ["plain", "patched", "compiled"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral", "Gemma3", "GPT2"])
+def test_the_tokens_of_transformers(family: str, how: str) -> None:
+    """64 greedy steps in float32; prompts are padded on the left, and end at different steps."""
+    model = small(family)
+    prompts, shown = PROMPTS.cuda(), SHOWN.cuda()
+    options: dict[str, Any] = {"max_new_tokens": 64, "pad_token_id": 1}
+
+    def theirs(**ends: Any) -> Any:
+        return model.generate(prompts, attention_mask=shown, do_sample=False, **options, **ends)
+
+    whole = theirs()
+    ends = [int(whole[0, 12 + 9]), int(whole[2, 12 + 40])]
+    of = copy.deepcopy(model)
+    if how == "patched":
+        cs.patch(of)
+    if how == "compiled":
+        torch._dynamo.reset()
+        of = torch.compile(of, backend="cutesuper")
+    assert torch.equal(cs.generate(of, prompts, shown, **options), whole)
+    cut = cs.generate(of, prompts, shown, eos_token_id=ends, **options)
+    assert torch.equal(cut, theirs(eos_token_id=ends))
 
 
 def test_a_decoder_takes_one_batch_after_the_other() -> None:

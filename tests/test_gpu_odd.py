@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
+from cutesuper.skeletons.matmul.plan import MatmulPlan
 from tests import zoo
 from tests.odd_products import PROGRAMS, Case, cases, of_columns
 from tests.test_gpu import check, run
@@ -100,3 +101,18 @@ def test_what_lies_behind_a_row_is_not_multiplied(transposed: bool) -> None:
     [z] = run(kernel, [x, w])
     others = [i for i in range(16) if i not in (5, 9)]
     assert z[others].isfinite().all() and not z[[5, 9]].isfinite().any()
+
+
+@pytest.mark.ptx
+@pytest.mark.parametrize("dependent", [False, True], ids=["plain", "dependent"])
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_blocks_that_begin_at_other_steps(norm: str, dependent: bool) -> None:
+    """Five blocks, each from another step on; the last step is not whole, and what the bulk loads
+    put behind its end would count in the statistics of a layer norm."""
+    make = zoo.rms_norm_linear if norm == "rms_norm" else zoo.layer_norm_linear
+    graph = make(5, 328, 320, gain=True, transposed=True)
+    kernel = cs.superoptimize(graph, dependent_launch=dependent)
+    plan = kernel.kernels[0].plan
+    assert isinstance(plan, MatmulPlan) and plan.staggered
+    assert plan.column_tiles > 1 and plan.iterations > 1 and 328 % plan.tile[2]
+    check(kernel, zoo.draw(graph, 5, "cuda"))

@@ -713,6 +713,14 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """True if the products take as long as the weights."""
         return extent(self.program.dims[self.row]) > FEW_ROWS
 
+    @property
+    def staggered(self) -> bool:
+        """True if neighbouring blocks begin their loops at other places of the contracted label:
+        where weights are read once, along it, and not together with another block."""
+        s = self.schedule
+        once = s.stream_columns and s.share_rows == 1
+        return once and not (self.column_major or self.copied or self.open_depth)
+
     @cached_property
     def exchange_in_ring(self) -> bool:
         """True if partial sums arrive in the ring, once all blocks of the cluster have read it.

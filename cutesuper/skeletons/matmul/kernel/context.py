@@ -32,6 +32,8 @@ from cutesuper.skeletons.matmul.plan import ROW_BOX, MatmulPlan
 #: block), of the consumers, of the helpers, and the first of the consumer warpgroups, which have
 #: one each
 ROW_VALUES_BARRIER, CONSUMERS_BARRIER, HELPERS_BARRIER, WARPGROUP_BARRIER = 1, 2, 3, 4
+#: steps between the beginnings of neighbouring blocks that are staggered; 17 is as good as 5
+STAGGER = 5
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,19 @@ class Known:
         if not plan.open_depth:
             return plan.iterations
         return cute.ceil_div(self.extents.of(plan.contracted, tensors), self.k * plan.ranks)
+
+    def step(self, tile: Tile, iteration: Any) -> Any:
+        """The step along the contracted label that a block takes in an iteration of its loop.
+
+        Weights (N, K) of 8 KB a row that all blocks read from the same step on come at 4.34 TB/s
+        (H200, 2 x 14336 x 4096, one dependent launch after the other) and at 4.38 from steps that
+        are apart; with 256 bytes of a row in a step at 4.46 and 4.50. Four layers of Mistral-7B
+        and its head take 499 us for one row, in place of 504.
+        """
+        own = iteration
+        if self.plan.staggered:
+            own = (iteration + tile.column * STAGGER) % tile.iterations
+        return tile.rank * tile.iterations + own
 
     def is_early(self, operation: int) -> bool:
         """True if a load may be issued before the dependency wait."""

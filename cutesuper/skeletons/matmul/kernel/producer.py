@@ -236,7 +236,7 @@ class Producer:
         k, plan = self.k, self.k.plan
         atoms, slots, sources = loads.atoms, loads.slots, loads.sources
         full = memory.ring.full[stage]
-        depth = tile.rank * tile.iterations + iteration
+        depth = k.step(tile, iteration)
         for n, section in enumerate(plan.sections):
             if tile.section == n:
                 self.load_columns(loads, full, tile, depth, stage, section, early)

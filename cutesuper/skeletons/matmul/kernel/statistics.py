@@ -82,7 +82,7 @@ class RowSide:
                 totals[s * self.passes + p] = Float32(NEUTRAL[statistic.op])
         for i in cutlass.range(here.tile.iterations, unroll=1):
             ring.wait(at)
-            depth = (here.tile.rank * here.tile.iterations + i) * k.k
+            depth = k.step(here.tile, i) * k.k
             row = thread // LANES
             # with fewer rows than one pass covers, the remaining threads have nothing to read
             if fresh and row < self.rows:
