@@ -40,6 +40,7 @@ COMMANDS = {
     "models": "benchmarks.models",
     "modules": "benchmarks.modules",
     "steps": "benchmarks.steps",
+    "heads": "benchmarks.heads",
     "calibrate": "benchmarks.calibrate",
     "rank": "benchmarks.rank",
     "search": "benchmarks.search.table",

@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks import (
     attention_report,
     decode_report,
+    heads_report,
     models_report,
     rank_report,
     sweep_report,
@@ -252,6 +253,12 @@ KINDS: dict[str, Kind] = {
         _COMMON | {"dtype"},
         lambda results: print(models_report.steps_markdown(results)),
         models_report.steps_markdown,
+        merges=True,
+    ),
+    "heads": Kind(
+        _COMMON | {"dtype"},
+        lambda results: print(heads_report.heads_markdown(results)),
+        heads_report.heads_markdown,
         merges=True,
     ),
     "chain": Kind(_COMMON | {"dtype", "layers"}, print_results, sweep_report.chain_markdown),

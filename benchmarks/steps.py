@@ -1,7 +1,8 @@
 """``python -m benchmarks steps``: training steps of models as the transformers library has them.
 
 A step is a forward and a backward pass with the model's own loss, and AdamW (fused, on bfloat16
-parameters); tokens are random. Weights are random, extents are those of the published
+parameters); tokens are random. What is compiled gives the loss alone: of logits that it gave too, a
+backward pass would read a gradient of zeros. Weights are random, extents are those of the published
 configurations, with fewer layers. Every implementation runs in a process of its own, so that its
 memory is its own; a first one whose caches are empty, and a second one that finds what the first
 has left. Times are of the second; both say how long their first step took.
@@ -73,19 +74,27 @@ RECIPES = {
 }
 
 
-def _patched(model: Any) -> Any:
+#: of the next tokens, by the tokens ``[batch, tokens]``
+Loss = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _loss(model: Any) -> Loss:
+    return lambda tokens: model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def _patched(model: Any) -> Loss:
     import cutesuper as cs
 
     cs.patch(model)
-    return torch.compile(model)
+    return torch.compile(_loss(model))
 
 
-#: what makes a model of the library one that trains
-IMPLEMENTATIONS: dict[str, Callable[[Any], Any]] = {
-    "compile": torch.compile,
-    "cutesuper-backend": lambda model: torch.compile(model, backend="cutesuper"),
+#: the loss of a model of the library, as it is trained
+IMPLEMENTATIONS: dict[str, Callable[[Any], Loss]] = {
+    "compile": lambda model: torch.compile(_loss(model)),
+    "cutesuper-backend": lambda model: torch.compile(_loss(model), backend="cutesuper"),
     "cutesuper-patch": _patched,
-    "eager": lambda model: model,
+    "eager": _loss,
 }
 #: kinds of kernels by their names, for where the time goes
 KERNELS = {
@@ -103,14 +112,14 @@ class Training:
 
     Args:
         recipe: of the model.
-        make: what makes it train.
+        make: what makes its loss.
         device: where.
     """
 
-    def __init__(self, recipe: Recipe, make: Callable[[Any], Any], device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, make: Callable[[Any], Loss], device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         model = recipe.family.build(device, DTYPES[DTYPE]).train()
-        self.model = make(model)
+        self.loss = make(model)
         cuda = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
         generator = torch.Generator().manual_seed(1)
@@ -121,7 +130,7 @@ class Training:
     def step(self, n: int) -> torch.Tensor:
         """One step; its loss."""
         given = self.tokens[n % len(self.tokens)]
-        loss = self.model(input_ids=given, labels=given, use_cache=False).loss
+        loss = self.loss(given)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
