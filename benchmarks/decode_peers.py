@@ -88,4 +88,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
 )
 #: implementations left out of a section: a region is captured anyway; max-autotune takes minutes
 #: for a model
-ABSENT = {"llama": frozenset({"compile-max"}), "dlrm": frozenset({"eager-graph"})}
+ABSENT = {
+    **dict.fromkeys(("llama", "llama-1b"), frozenset({"compile-max"})),
+    "dlrm": frozenset({"eager-graph"}),
+}

@@ -33,8 +33,8 @@ REGION_METHOD = (
 def decode_markdown(results: Case) -> str:
     """A table of steps, and one of regions."""
     parts = []
-    steps = [case for case in results["cases"] if case["group"] == "llama"]
-    regions = [case for case in results["cases"] if case["group"] != "llama"]
+    steps = [case for case in results["cases"] if case["group"].startswith("llama")]
+    regions = [case for case in results["cases"] if not case["group"].startswith("llama")]
     if steps:
         parts += [_outcome(steps), _steps(steps), STEP_METHOD]
     if regions:
@@ -49,10 +49,14 @@ def _outcome(cases: Sequence[Case]) -> str:
         ours = [e for e in case["implementations"] if e["kind"] == "ours"]
         ratios = [r for e in ours if (r := ratio_to_best_peer(e, case)) is not None]
         if ratios:
-            best[case["label"]] = max(ratios)
+            best[case["key"]] = max(ratios)
     return (
         f"cutesuper against the fastest PyTorch column, in {len(cases)} cases: {tally_text(best)}."
     )
+
+
+def _model(case: Case) -> str:
+    return str(case["title"]).partition(",")[0]
 
 
 def _entry(case: Case, name: str) -> Case | None:
@@ -66,11 +70,13 @@ def _names(cases: Sequence[Case]) -> list[str]:
 def _steps(cases: Sequence[Case]) -> str:
     names = _names(cases)
     ours = [n for n in names if n.startswith("cutesuper")]
-    header = ["batch", "tokens in the cache", "layers", *(HEADINGS[n] for n in names), "floor"]
+    extents = ("batch", "tokens in the cache", "layers")
+    header = ["model", *extents, *(HEADINGS[n] for n in names), "floor"]
     rows = []
     for case in cases:
         floor = case["floor_us"]["plain"]
-        row: Row = [*map(str, case["shape"]), *(_rate(case, _entry(case, n)) for n in names)]
+        row: Row = [_model(case), *map(str, case["shape"])]
+        row += [_rate(case, _entry(case, n)) for n in names]
         rows.append([*row, _tokens(case, floor) if floor else "?", _ratios(case, ours)])
     return markdown_table([*header, "speedup"], rows)
 

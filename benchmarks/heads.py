@@ -56,7 +56,7 @@ class Head:
 
     @property
     def flops(self) -> int:
-        """Of the three products."""
+        """Operations of the three products."""
         return 6 * self.tokens * self.hidden * self.words
 
 

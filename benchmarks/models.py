@@ -32,7 +32,8 @@ BATCHES = (1, 8)
 TOKENS = (1024,)
 #: positions that models are made for
 POSITIONS = 32768
-SETTINGS = Settings(rounds=30, warm_seconds=0.05, host_batches=10)
+#: a call of a whole model takes the host tens of milliseconds
+SETTINGS = Settings(rounds=30, warm_seconds=0.05, host_batches=5, host_batch_calls=2)
 #: for one step: compilers get a whole model, and regions are searched for in this process
 TIMEOUT_SECONDS = 400.0
 READ = tuple(f for f in STREAMS if not f.dependent)
@@ -246,9 +247,6 @@ class ModelCase(Case):
         error = measure_error(eager, exact)
         problem.expect("full", 0, [Expected(exact, error, tuple(exact.shape), eager.dtype)])
         return problem
-
-    def _measure_host(self, entry: Any, problem: Problem) -> None:
-        """Measure nothing: steps are replayed."""
 
 
 Made = Callable[[Any], Any]

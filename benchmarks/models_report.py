@@ -20,7 +20,8 @@ METHOD = (
     "line are interleaved in one run; logits checked against float64 before and after. Random "
     "weights, bfloat16, a half full StaticCache, rings of `cs.generate` for windows. Floor: a "
     "kernel that reads the weights and the filled part of the cache. Speedup: over the fastest "
-    "correct PyTorch column."
+    "correct PyTorch column. First call: seconds of torch.compile, and of ours with nothing on "
+    "disk. Host: milliseconds that a call takes the host where no graph is replayed, of both."
 )
 
 
@@ -29,6 +30,7 @@ def models_markdown(results: Case) -> str:
     names = [n for n in COLUMNS if any(_entry(c, n) for c in results["cases"])]
     ours = [n for n in names if n.startswith("cutesuper")]
     header = ["model", "sequences", "tokens", *(HEADINGS[n] for n in names), "floor", "speedup"]
+    header += ["first call", "host"]
     rows = [_row(case, names, ours) for case in results["cases"]]
     parts = [markdown_table(header, rows), METHOD, *failures(results), f"{environments(results)}."]
     return "\n\n".join(parts)
@@ -105,7 +107,15 @@ def _row(case: Case, names: list[str], ours: list[str]) -> Row:
         case["group"], *map(str, case["shape"]), *(_time(_entry(case, n)) for n in names),
         number(floor and floor / 1e3, 3) or "?",
         " / ".join(ratio_cell(_entry(case, n), case) or "-" for n in ours),
+        *_of_calls(_entry(case, "compile"), _entry(case, "cutesuper-backend")),
     ]  # fmt: skip
+
+
+def _of_calls(*entries: Case | None) -> tuple[str, str]:
+    """Seconds of first calls, and milliseconds of the host in later ones."""
+    first = [number(e["prepare_seconds"], 0) if e else "-" for e in entries]
+    spent = [e["host_us"]["median"] / 1e3 if e and e["host_us"] else None for e in entries]
+    return " / ".join(first), " / ".join(number(ms, 1) or "-" for ms in spent)
 
 
 def _entry(case: Case, name: str) -> Case | None:

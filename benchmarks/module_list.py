@@ -221,9 +221,19 @@ def rotary_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _turned(x, cos, sin)
 
 
+@_module((4, 512, 16, 64), (512, 1, 64), (512, 1, 64), to=((64,),))
+def normed_heads_with_positions(x: Tensor, cos: Tensor, sin: Tensor, w: Tensor) -> Tensor:
+    return _turned(F.rms_norm(x, (64,), w), cos, sin)
+
+
 @_module((1, W), to=((W,), (3 * W, W)))
 def projections_of_one_token(x: Tensor, n: Tensor, w: Tensor) -> Tensor:
     return F.linear(F.rms_norm(x, (W,), n), w)
+
+
+@_module((T, W), to=((64, W),))
+def router(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).float().softmax(-1).to(x.dtype)
 
 
 # ------------------------------------------------------------------------------------------- rows
@@ -279,6 +289,12 @@ def binary_cross_entropy_rows(x: Tensor, y: Tensor) -> Tensor:
 @_module((T, W), (T, W))
 def cosine_rows(x: Tensor, y: Tensor) -> Tensor:
     return F.cosine_similarity(x, y)
+
+
+@_module((256, 65536), (256, 65536))
+def dice_rows(x: Tensor, y: Tensor) -> Tensor:
+    p = x.sigmoid()
+    return 1 - (2 * (p * y).sum(-1) + 1) / (p.sum(-1) + y.sum(-1) + 1)
 
 
 @_module((T, W))
@@ -343,6 +359,11 @@ def pointwise_convolution(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 @_module((8, 32, 56, 56), to=((64, 32, 3, 3), (64,), (64,)))
 def convolution_and_norm(x: Tensor, w: Tensor, n: Tensor, b: Tensor) -> Tensor:
     return F.relu(F.group_norm(F.conv2d(x, w, padding=1), 8, n, b))
+
+
+@_module((32, 256, 28, 28), to=((256,), (256,), (256,), (256,)))
+def batch_norm_of_inference(x: Tensor, m: Tensor, v: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.batch_norm(x, m, v.abs(), w, b).relu()
 
 
 @_module((T, H), (T, H))

@@ -125,26 +125,27 @@ def test_the_command_fills_both_tables(scripted, tmp_path):
     assert decode.main(["--json", str(path)], "") == 0
     results = report.load_results(path)
     assert [c["key"] for c in results["cases"]] == [
-        *(f"llama/{b}x4096x32" for b in (1, 8, 32)), "dlrm/2048x512x256"
+        *(f"llama/{b}x4096x32" for b in (1, 8, 32)),
+        *(f"llama-1b/{b}x2048x16" for b in (1, 8)), "dlrm/2048x512x256"
     ]  # fmt: skip
     document.write_text("<!-- bench:decode -->\n<!-- /bench:decode -->\n")
     assert report.main(["--page", str(document), str(path)]) == 0
     lines = document.read_text().splitlines()
     assert lines[1] == (
-        "cutesuper against the fastest PyTorch column, in 3 cases: 3 wins, 0 ties (within 1 %), "
+        "cutesuper against the fastest PyTorch column, in 5 cases: 5 wins, 0 ties (within 1 %), "
         "0 losses."
     )
     assert lines[3] == (
-        "| batch | tokens in the cache | layers | PyTorch eager | SDPA in a CUDA graph "
+        "| model | batch | tokens in the cache | layers | PyTorch eager | SDPA in a CUDA graph "
         '| torch.compile | **torch.compile(backend="cutesuper")** | **cutesuper** | floor '
         "| speedup |"
     )
     # recordings: the floor takes 1 us, then ours twice, then peers; eager is not recorded
-    [row] = [line for line in lines if line.startswith("| 8 |")]
+    row, _ = [line for line in lines if line.startswith("| tiny | 8 |")]
     cells = row.strip("| ").split(" | ")
-    assert cells[:3] == ["8", "16", "2"]
+    assert cells[:4] == ["tiny", "8", "16", "2"]
     rates = [8e6 / us for us in (9, 4, 5, 3, 2, 1)]
-    assert cells[3:9] == [f"{rate:.0f}" for rate in rates] and cells[9] == "1.33x / 2.00x"
+    assert cells[4:10] == [f"{rate:.0f}" for rate in rates] and cells[10] == "1.33x / 2.00x"
     [region] = [line for line in lines if line.startswith("| MLP of DLRM")]
     assert "| 16x64x32 | 4.00 | 5.00 | 6.00 | 3.00 | 2.00 | 1.00 | 1.33x / 2.00x |" in region
 
@@ -160,17 +161,19 @@ def test_losses_and_failures_are_told(scripted, tmp_path):
         "time_us": None, "status": "failed", "error": "prepare: no compiler"
     }  # fmt: skip
     text = report.KINDS["decode"].markdown(results)
-    assert "in 3 cases: 2 wins, 0 ties (within 1 %), 1 loss; loss: 1x16x2 (0.000x)." in text
+    assert "in 3 cases: 2 wins, 0 ties (within 1 %), 1 loss; loss: llama/1x4096x32 (0.000x)." in text
     assert "compile: failed: prepare: no compiler" in text
     assert text.count("| failed |") == 1
 
 
-def test_the_model_is_llama():
-    [first, *_] = decode.make_sweep(["llama"], 32, IMPLEMENTATIONS).items
-    [weights, cache] = first.workload.inputs((8, 4096, 32))
+def test_the_models_are_llamas():
+    items = decode.make_sweep(["llama", "llama-1b"], 32, IMPLEMENTATIONS).items
+    [weights, cache] = items[0].workload.inputs((8, 4096, 32))
     embedding = LLAMA_3_8B.vocabulary * LLAMA_3_8B.width
     assert weights.dims[0] + embedding == 8_030_261_248  # parameters of Llama-3-8B
     assert cache.size(torch.bfloat16) == 8 * 4096 * 32 * 2 * 8 * 128 * 2
+    # of Llama-3.2-1B, whose table is its head too
+    assert items[-1].workload.inputs((8, 2048, 16))[0].dims[0] == 1_235_814_400
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class Shape:
 
 
 LLAMA_3_8B = Shape(128256, 4096, 32, 32, 8, 128, 14336)
+LLAMA_3_2_1B = Shape(128256, 2048, 16, 32, 8, 64, 8192)
 
 
 class Cache(NamedTuple):

@@ -715,8 +715,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def staggered(self) -> bool:
-        """True if neighbouring blocks begin their loops at other places of the contracted label:
-        where weights are read once, along it, and not together with another block."""
+        """True if blocks begin their loops at different steps of the contracted label.
+        Where they read weights once, along that label, and not together with another block."""
         s = self.schedule
         once = s.stream_columns and s.share_rows == 1
         return once and not (self.column_major or self.copied or self.open_depth)
