@@ -387,6 +387,7 @@ def test_both_sides_are_compiled_while_the_model_is(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     clock = Clock([1.0, 2.0])
     monkeypatch.setattr(measure, "device_of", lambda device: clock)
+    monkeypatch.setattr(whole, "_plainly_faster", lambda *_: None)
     linear = torch.nn.Linear
     # products, which Inductor leaves to PyTorch, so that this takes no C++ compiler
     model = torch.nn.Sequential(linear(16, 16, bias=False), linear(16, 16, bias=False)).bfloat16()
@@ -512,12 +513,12 @@ def test_caches_cross_no_border() -> None:
         def forward(self, x: Any, cache: Any, place: Any) -> Any:
             y = torch.nn.functional.rms_norm(x, x.shape[-1:])
             cache.index_copy_(1, place, y)
-            return (y @ cache.mT).softmax(-1) @ cache
+            return ((y @ cache.mT).softmax(-1) @ cache).cumprod(-1)
 
     kept = backend.decide
 
     def decide(regions: Any, *given: Any, **more: Any) -> Any:
-        seen.update(whole._crossing(regions))
+        seen.update(whole._crossing(regions, fuses=True))
         assert len(regions) == 1
         return kept(regions, *given, **more)
 
@@ -526,6 +527,28 @@ def test_caches_cross_no_border() -> None:
         call, _ = compiled(Step())
         call(torch.randn(2, 1, 64), torch.zeros(2, 512, 64), torch.tensor([3]))
     assert [n.meta["val"].shape for n in seen] == [(2, 1, 64)], seen
+
+
+@pytest.mark.parametrize(("fuses", "crossing"), [(False, []), (True, [(64, 32), (64, 32)])])
+def test_what_libraries_read_and_write_is_stored_anyway(fuses: bool, crossing: list[Any]) -> None:
+    """Between two products stands a region: Inductor has it in a kernel of its own, too."""
+    seen: list[Any] = []
+
+    def decide(regions: Any, *_: Any, **__: Any) -> Any:
+        norms = [r for r in regions if not r.products]
+        seen.extend(whole._crossing(norms, fuses))
+        return []
+
+    def step(x: Any, w: Any) -> Any:
+        y = functional.rms_norm(x @ w, (32,)) @ w
+        return y.cumprod(-1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "decide", decide)
+        patch.setattr("cutesuper.torch.compile.partition.MOST_PRODUCTS", 0)
+        call, _ = compiled(step)
+        call(torch.randn(64, 32), torch.randn(32, 32))
+    assert [tuple(n.meta["val"].shape) for n in seen] == crossing
 
 
 def test_a_whole_graph_that_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:

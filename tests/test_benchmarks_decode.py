@@ -161,7 +161,9 @@ def test_losses_and_failures_are_told(scripted, tmp_path):
         "time_us": None, "status": "failed", "error": "prepare: no compiler"
     }  # fmt: skip
     text = report.KINDS["decode"].markdown(results)
-    assert "in 3 cases: 2 wins, 0 ties (within 1 %), 1 loss; loss: llama/1x4096x32 (0.000x)." in text
+    assert (
+        "in 3 cases: 2 wins, 0 ties (within 1 %), 1 loss; loss: llama/1x4096x32 (0.000x)." in text
+    )
     assert "compile: failed: prepare: no compiler" in text
     assert text.count("| failed |") == 1
 

@@ -293,6 +293,13 @@ def inductor_options() -> Mapping[str, Any]:
     return config.get_config_copy()
 
 
+def fuses_products(patches: Mapping[str, Any]) -> bool:
+    """True if Inductor tunes products with these options: what it makes of them has more inside."""
+    from torch._inductor import config
+
+    return any(patches.get(n, getattr(config, n)) for n in ("max_autotune", "max_autotune_gemm"))
+
+
 def mode_options(mode: str) -> dict[str, Any]:
     """The options that a mode of ``torch.compile`` sets. Raises KeyError or RuntimeError."""
     from torch._inductor import list_mode_options

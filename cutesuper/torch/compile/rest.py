@@ -32,6 +32,7 @@ class Left:
         us: microseconds at least, by a roofline: its tensors are read and written once.
         reason: why no kernel computes it; empty for an operator that computes no numbers.
         once: whether it was computed when the program was traced, as it depends on no input.
+        library: whether `is_library`.
     """
 
     operator: str
@@ -39,6 +40,7 @@ class Left:
     us: float
     reason: str = ""
     once: bool = False
+    library: bool = False
 
     def __str__(self) -> str:
         return f"{self.operator} ({self.place or 'no source'})"
@@ -65,6 +67,12 @@ def is_own(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", "") == "cutesuper"
 
 
+def is_library(node: fx.Node) -> bool:
+    """True for products, convolutions and attention, which PyTorch counts the operations of.
+    They are calls of libraries, which Inductor fuses with nothing unless it tunes products."""
+    return getattr(node.target, "overloadpacket", None) in flop_registry
+
+
 def left_to_pytorch(
     graph: fx.Graph, regions: Sequence[Region], refused: Mapping[fx.Node, str], target: Target,
     kept: Collection[fx.Node] = (),
@@ -85,7 +93,7 @@ def left_to_pytorch(
             continue
         if _computes(n) or (n in read and _is_converted(n)):
             reason = "" if is_own(n) else refused.get(n, "")
-            yield Left(written(n), places([n]), _us(n, target), reason, n in kept)
+            yield Left(written(n), places([n]), _us(n, target), reason, n in kept, is_library(n))
 
 
 def computed(regions: Iterable[Region]) -> set[fx.Node]:

@@ -25,18 +25,18 @@ import torch
 from torch import fx
 
 from cutesuper import measure
-from cutesuper.torch.aten.table import viewed
+from cutesuper.torch.aten.table import readers, viewed
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import Region
 from cutesuper.torch.compile.region_operator import program_of, region_in_place
 from cutesuper.torch.compile.region_operator import region as region_operator
-from cutesuper.torch.compile.rest import bytes_of, left_to_pytorch
+from cutesuper.torch.compile.rest import bytes_of, is_library, left_to_pytorch
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.selection import Decision
 from cutesuper.torch.compile.trial import described, lengths_in, moved
-from cutesuper.torch.internals import apart, hint_of
+from cutesuper.torch.internals import apart, fuses_products, hint_of
 
 #: compiles a graph: takes a graph module, returns a function of the list of its inputs
 Compile = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
@@ -101,20 +101,24 @@ class Comparison:
         return _settled(trial, decisions, self._options)
 
 
-def _plainly_faster(graph: fx.Graph, taken: Sequence[Decision], device: torch.device) -> str | None:
+def _plainly_faster(
+    graph: fx.Graph, taken: Sequence[Decision], device: torch.device, options: BackendOptions
+) -> str | None:
     """The reason why a graph is faster with its regions, whatever they do to the rest, or None.
 
     Inductor can save what crosses a border: that each tensor is written, and read again by a kernel
     of its own. And regions can make what is outside slower, say by a layout; if they save more than
-    all that takes as it is, little can be lost.
+    all that takes as it is, little can be lost. Calls of libraries are the same with and without
+    regions, unless Inductor tunes products and fuses them with others.
     """
     pairs = [(d.verdict.inductor_us, d.verdict.measured_us) for d in taken]
     saved = sum(theirs - ours for theirs, ours in pairs if theirs and ours)
     target = program_of(taken[0].key).target_on(device)
-    regions = [d.region for d in taken]
-    crossing = _crossing(regions)
+    regions, fuses = [d.region for d in taken], fuses_products(options.inductor)
+    crossing = _crossing(regions, fuses)
     border = 2 * bytes_of(crossing) / target.bandwidth * 1e6 + len(crossing) * target.launch_us
-    outside = sum(n.us for n in left_to_pytorch(graph, regions, {}, target))
+    left = left_to_pytorch(graph, regions, {}, target)
+    outside = sum(n.us for n in left if fuses or not n.library)
     if saved < border + outside:
         return None
     return (
@@ -123,19 +127,28 @@ def _plainly_faster(graph: fx.Graph, taken: Sequence[Decision], device: torch.de
     )
 
 
-def _crossing(regions: Sequence[Region]) -> set[fx.Node]:
+def _crossing(regions: Sequence[Region], fuses: bool) -> set[fx.Node]:
     """The nodes whose tensors are made in the graph, and cross a border of a region.
-    Without inputs that are changed in place."""
+    Without inputs that are changed in place, and without tensors that Inductor must store too, as
+    the region alone is no call of a library (unless it ``fuses`` these)."""
     changed = {r.node for n in regions for r in n.outputs if r.place in n.graph.continued}
     found = {viewed(node) for r in regions for node in r.border}
-    return {n for n in found if n.op != "placeholder" and n not in changed}
+    place = {n: r.nodes[0] for r in regions for n in r.nodes}
+
+    def is_fused(n: fx.Node) -> bool:
+        return n in place or (n.op == "call_function" and (fuses or not is_library(n)))
+
+    def meets(n: fx.Node) -> int:
+        return len({place.get(m, m) for m in (n, *readers(n)) if is_fused(m)})
+
+    return {n for n in found if n.op != "placeholder" and n not in changed and meets(n) > 1}
 
 
 def _settled(
     trial: _Trial, decisions: Sequence[Decision], options: BackendOptions
 ) -> tuple[list[Decision], Whole | None]:
     try:
-        if (why := _plainly_faster(trial.gm.graph, trial.taken, trial.device)) is not None:
+        if (why := _plainly_faster(trial.gm.graph, trial.taken, trial.device, options)) is not None:
             return list(decisions), Whole(reason=why)
         whole, kept = _known_or_tried(trial, options)
     except (torch.OutOfMemoryError, MemoryError) as error:
