@@ -15,7 +15,9 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from cutesuper.ir.dims import extent  # noqa: E402
 from cutesuper.pipeline import Options, find  # noqa: E402
+from cutesuper.runtime.calling import reference_of  # noqa: E402
 from cutesuper.runtime.memory import Use, homes, overwritten  # noqa: E402
 from cutesuper.targets import H200  # noqa: E402
 from cutesuper.torch.ops import programs  # noqa: E402
@@ -26,6 +28,7 @@ from cutesuper.torch.ops.heads import (  # noqa: E402
     chunks,
     cross_entropy,
     definition,
+    library,
 )
 
 F = torch.nn.functional
@@ -327,6 +330,74 @@ def judge(ours: Callable[..., Any], theirs: Callable[..., Any], given: list[Any]
     want = gradients(theirs, given, torch.float64)
     for a, exact, b in zip(found, want, eager, strict=True):
         assert (report := acceptable(a, exact, b, a.dtype)), report
+
+
+def form_of(
+    rows: int, k: int, v: int, dtype: Any = torch.bfloat16, bias: bool = False, **of: Any
+) -> definition.Form:
+    with FakeTensorMode():
+        given = arguments(rows, k, v, bias, dtype=dtype)
+        kind = definition.kind_of(cross_entropy._operator.head, given, (-100, 0.1, 1e-3, 5.0))
+    return definition.Form(kind, rows, (True, True, False, bias), **of)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_products_of_the_library(bias: bool, adds: bool) -> None:
+    """The same numbers, with the error of 16-bit logits; sums and logits stay where they are."""
+    graph = form_of(40, 24, 48, bias=bias, adds=adds).graph(cross_entropy._operator.head)
+    cut = library.cut(graph)
+    assert cut is not None and len(cut.products) == 3 and len(cut.last) == 2
+    assert not any(n.facets.contracts for n in cut.rows.nodes)
+    rows = programs.Program(cut.rows, reference_of(cut.rows), None)
+    program = cut.program(rows)
+    assert all(program.replaces(f"{n}_so_far", k) for n, k in (("weight", 2), ("bias", 3)))
+    assert not program.replaces("weight", 2)
+    torch.manual_seed(0)
+    labels = {"target": torch.randint(48, (40, 1))}
+    inputs = [
+        labels[n] if n in labels else torch.randn([extent(d) for d in graph.nodes[i].shape]) * 0.3
+        for n, i in zip(program.names, graph.inputs, strict=True)
+    ]
+    inputs = [t.to(graph.nodes[i].dtype.torch) for t, i in zip(inputs, graph.inputs, strict=True)]
+    outputs = [graph.nodes[i] for i in graph.outputs]
+    found, want, exact = (
+        [torch.full([extent(d) for d in n.shape], torch.nan, dtype=n.dtype.torch) for n in outputs]
+        for _ in range(3)
+    )
+    program.run(inputs, found, 40)
+    reference_of(graph)(inputs, want, 40)
+    reference_of(graph)([t.double() if t.is_floating_point() else t for t in inputs], exact, 40)
+    for a, e, b in zip(found, exact, want, strict=True):
+        assert (a.double() - e.double()).norm() <= 0.02 * e.double().norm(), (a, b)
+
+
+def test_what_is_left_to_kernels() -> None:
+    """Other types, rows that begin anywhere, and sums in float32."""
+    head = cross_entropy._operator.head
+    assert library.cut(form_of(64, 32, 48, torch.float16).graph(head)) is None
+    assert library.cut(form_of(64, 32, 57).graph(head)) is None
+    assert library.cut(form_of(64, 32, 48, adds=True, wide=True).graph(head)) is None
+
+
+@pytest.mark.parametrize(("rows", "k", "v"), [(4096, 4096, 128256), (8192, 2048, 128256)])
+def test_large_products_are_the_library_s(rows: int, k: int, v: int) -> None:
+    graph = form_of(rows, k, v).graph(cross_entropy._operator.head)
+    cut = library.cut(graph)
+    assert cut is not None and library.is_faster(graph, cut, H200)
+
+
+@pytest.mark.gpu
+@pytest.mark.ptx
+@pytest.mark.parametrize("bias", [False, True])
+def test_kernels_between_products_of_the_library(
+    bias: bool, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "is_faster", lambda *_: True)
+    monkeypatch.setattr(library, "_chosen", type(library._chosen)())
+    given = arguments(320, 64, 336, bias=bias, device="cuda", dtype=torch.bfloat16)
+    judge(cs.ops.linear_cross_entropy, plain, given)
+    assert [c for c in library._chosen.values() if c is not None]
 
 
 @pytest.mark.gpu

@@ -50,6 +50,11 @@ def eager(graph: KernelGraph, target: Target) -> Baseline:
     return _priced(graph, target, [{i} for group in _groups(graph) for i in group])
 
 
+def alone(graph: KernelGraph, node: int, target: Target) -> Baseline:
+    """The baseline of the kernel of one operator, by its index."""
+    return _priced(graph, target, [{node}])
+
+
 def traffic(graph: KernelGraph) -> float:
     """Bytes that any program must read and write: inputs and outputs, once."""
     return _bytes(graph, set(_computed(graph)))

@@ -23,7 +23,8 @@ from cutesuper.torch.ops.heads.definition import (
     lead_of,
     so_far,
 )
-from cutesuper.torch.ops.programs import KEPT, Program, program_of
+from cutesuper.torch.ops.heads.library import chunk_program
+from cutesuper.torch.ops.programs import KEPT, Program
 from cutesuper.torch.ops.rowwise.calls import all_usable
 from cutesuper.torch.ops.rowwise.definition import Kind, Maybe, Option
 
@@ -37,7 +38,7 @@ _rows: Kept[tuple[object, ...], int] = Kept(KEPT)
 
 
 def _program(head: Head, form: Form, device: torch.device) -> Program:
-    return program_of(head.name, (head, form), lambda: form.graph(head), device)
+    return chunk_program(head.name, (head, form), lambda: form.graph(head), device)
 
 
 class Call:
