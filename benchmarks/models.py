@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -208,11 +209,42 @@ class Step:
 
     def in_float64(self) -> torch.Tensor:
         """The same logits, computed in float64."""
-        exact = copy.deepcopy(self)
-        torch._foreach_copy_(exact.counters, exact.filled)
-        for layer in exact.given["past_key_values"].layers:
-            layer.keys, layer.values = layer.keys.double(), layer.values.double()
-        return exact.logits(exact.model.double())
+        with _exact(self.model, self.given["past_key_values"].layers):
+            return self.logits(self.model)
+
+
+@contextmanager
+def _exact(model: torch.nn.Module, caches: Sequence[Any]) -> Iterator[None]:
+    """A model that computes in float64. Each module has its weights, buffers and cache so while it
+    runs: of a model with 8 billion of them, all would take 64 GB."""
+    kept: dict[torch.nn.Module, list[Callable[[], None]]] = {}
+
+    def widen(module: torch.nn.Module, *_: Any) -> None:
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        kept[module] = [_widened(t, "data") for t in own if t.is_floating_point()]
+        place = getattr(module, "layer_idx", None)
+        if place is not None and caches[place].keys.dtype != torch.float64:
+            kept[module] += [_widened(caches[place], name) for name in ("keys", "values")]
+
+    def narrow(module: torch.nn.Module, *_: Any) -> None:
+        for undo in kept.pop(module):
+            undo()
+
+    hooks = [h for m in model.modules() for h in (
+        m.register_forward_pre_hook(widen), m.register_forward_hook(narrow, always_call=True),
+    )]  # fmt: skip
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _widened(holder: Any, name: str) -> Callable[[], None]:
+    """Have an attribute's tensor in float64; returns what gives the old one back."""
+    old = getattr(holder, name)
+    setattr(holder, name, old.double())
+    return lambda: setattr(holder, name, old)
 
 
 @dataclass

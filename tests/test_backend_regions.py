@@ -45,6 +45,7 @@ from cutesuper.torch.compile import (  # noqa: E402
     partition,
     region,
     region_operator,
+    rest,
     selection,
     whole,
 )
@@ -549,6 +550,26 @@ def test_what_libraries_read_and_write_is_stored_anyway(fuses: bool, crossing: l
         call, _ = compiled(step)
         call(torch.randn(64, 32), torch.randn(32, 32))
     assert [tuple(n.meta["val"].shape) for n in seen] == crossing
+
+
+@pytest.mark.parametrize(
+    ("function", "moved", "kernels"),
+    [
+        # a cast is read through, and so is a repeated vector; the result is what the cast stores
+        (lambda x, w, v: (x.float() * v.expand(64, -1)).exp().bfloat16(), 64 * 32 * 4 + 64, 1),
+        # products are calls of a library, between two kernels
+        (lambda x, w, v: (x.exp() @ w).exp(), 64 * 32 * 8, 2),
+        (lambda x, w, v: (x.exp().sum(-1), x.tanh()), 64 * 32 * 6 + 128, 2),
+    ],
+)  # fmt: skip
+def test_what_is_outside_takes_as_many_kernels_as_inductor_makes(
+    function: Any, moved: int, kernels: int
+) -> None:
+    given = [torch.randn(s, dtype=torch.bfloat16) for s in ((64, 32), (32, 32), (32,))]
+    graph = make_fx(function, tracing_mode="fake")(*given).graph
+    target = replace(cs.H200, bandwidth=1e6, launch_us=1e-6)
+    us = rest.fused_us(graph, [], target, fuses=False)
+    assert us == pytest.approx(moved + kernels * 1e-6, abs=1e-7)
 
 
 def test_a_whole_graph_that_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:

@@ -14,10 +14,11 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from cutesuper.ir.relations import Classes
 from cutesuper.targets import Target
 from cutesuper.torch.aten.graph_builder import CONDITIONS, FLOATS
 from cutesuper.torch.aten.length_masks import unread
-from cutesuper.torch.aten.table import is_free
+from cutesuper.torch.aten.table import is_free, readers
 from cutesuper.torch.compile.region import Region, places
 from cutesuper.torch.internals import hint_of, written
 
@@ -32,7 +33,6 @@ class Left:
         us: microseconds at least, by a roofline: its tensors are read and written once.
         reason: why no kernel computes it; empty for an operator that computes no numbers.
         once: whether it was computed when the program was traced, as it depends on no input.
-        library: whether `is_library`.
     """
 
     operator: str
@@ -40,7 +40,6 @@ class Left:
     us: float
     reason: str = ""
     once: bool = False
-    library: bool = False
 
     def __str__(self) -> str:
         return f"{self.operator} ({self.place or 'no source'})"
@@ -86,14 +85,60 @@ def left_to_pytorch(
         target: the GPU that costs are for.
         kept: nodes that are computed once.
     """
+    for n in _left(graph, regions):
+        reason = "" if is_own(n) else refused.get(n, "")
+        yield Left(written(n), places([n]), _us(n, target), reason, n in kept)
+
+
+def _left(graph: fx.Graph, regions: Sequence[Region]) -> Iterator[fx.Node]:
     inside = computed(regions)
     read = {operand.node for r in regions for operand in r.inputs}
     for n in graph.nodes:
         if n.op != "call_function" or n in inside:
             continue
         if _computes(n) or (n in read and _is_converted(n)):
-            reason = "" if is_own(n) else refused.get(n, "")
-            yield Left(written(n), places([n]), _us(n, target), reason, n in kept, is_library(n))
+            yield n
+
+
+def fused_us(graph: fx.Graph, regions: Sequence[Region], target: Target, fuses: bool) -> float:
+    """Microseconds of Inductor's kernels for what is in no region, by a roofline.
+
+    Operators that read each other are one kernel, which reads and writes what others make and read
+    once. Calls of libraries are left out, unless Inductor ``fuses`` these too.
+    """
+    left = {n for n in _left(graph, regions) if fuses or not is_library(n)}
+    kernels = Classes[fx.Node]()
+    for n in left:
+        for reader in readers(n) & left:
+            kernels.join(n, reader)
+    members = dict[fx.Node, set[fx.Node]]()
+    for n in left:
+        members.setdefault(kernels.find(n), set()).add(n)
+    moved = sum(_crossing_bytes(nodes) for nodes in members.values())
+    return moved / target.bandwidth * 1e6 + len(members) * target.launch_us
+
+
+def _crossing_bytes(nodes: set[fx.Node]) -> int:
+    """The bytes of the tensors that nodes read from others, and of those that others read."""
+    read = dict(_source(a) for n in nodes for a in n.all_input_nodes)
+    made = [n for n in nodes if readers(n) - nodes]
+    return sum(size for n, size in read.items() if n not in nodes) + sum(map(_stored_bytes, made))
+
+
+def _source(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node behind views and casts, and the least bytes on the way, of parts and repetitions."""
+    size = bytes_of([node])
+    while _is_seen_through(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        size = min(size, bytes_of([node]))
+    return node, size
+
+
+def _stored_bytes(node: fx.Node) -> int:
+    """The bytes of a tensor as others read it, through views and casts."""
+    own = bytes_of([node])
+    through = (min(own, _stored_bytes(u)) if _is_seen_through(u) else own for u in node.users)
+    return max(through, default=own)
 
 
 def computed(regions: Iterable[Region]) -> set[fx.Node]:
@@ -104,8 +149,13 @@ def computed(regions: Iterable[Region]) -> set[fx.Node]:
 
 def _computes(node: fx.Node) -> bool:
     """True for an operator that makes new tensors."""
-    seen_through = is_free(node) or getattr(node.target, "is_view", node.target is getitem)
-    return not seen_through and bool(list(tensors_of(node)))
+    return not _is_seen_through(node) and bool(list(tensors_of(node)))
+
+
+def _is_seen_through(node: fx.Node) -> bool:
+    """True for a view, of integers too, a cast that kernels read through, and one of several
+    results."""
+    return is_free(node) or getattr(node.target, "is_view", node.target is getitem)
 
 
 def _is_converted(node: fx.Node) -> bool:

@@ -32,7 +32,7 @@ from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import Region
 from cutesuper.torch.compile.region_operator import program_of, region_in_place
 from cutesuper.torch.compile.region_operator import region as region_operator
-from cutesuper.torch.compile.rest import bytes_of, is_library, left_to_pytorch
+from cutesuper.torch.compile.rest import bytes_of, fused_us, is_library
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.selection import Decision
 from cutesuper.torch.compile.trial import described, lengths_in, moved
@@ -117,8 +117,7 @@ def _plainly_faster(
     regions, fuses = [d.region for d in taken], fuses_products(options.inductor)
     crossing = _crossing(regions, fuses)
     border = 2 * bytes_of(crossing) / target.bandwidth * 1e6 + len(crossing) * target.launch_us
-    left = left_to_pytorch(graph, regions, {}, target)
-    outside = sum(n.us for n in left if fuses or not n.library)
+    outside = fused_us(graph, regions, target, fuses)
     if saved < border + outside:
         return None
     return (

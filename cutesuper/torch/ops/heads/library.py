@@ -323,8 +323,8 @@ def chunk_program(
 
 
 def is_faster(graph: KernelGraph, found: Cut, target: Target) -> bool:
-    """True if products of the library, with kernels for the rows, are expected to be faster than
-    kernels for all of the graph. Raises CutesuperError if there are none for either."""
+    """True if the library's products and kernels for the rows are expected to be faster.
+    Than kernels for all of the graph. Raises CutesuperError if there are none for either."""
     options = Options(target)
     try:
         rows = find(found.rows, options)[1].candidate.cost_us
