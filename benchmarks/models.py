@@ -215,8 +215,8 @@ class Step:
 
 @contextmanager
 def _exact(model: torch.nn.Module, caches: Sequence[Any]) -> Iterator[None]:
-    """A model that computes in float64. Each module has its weights, buffers and cache so while it
-    runs: of a model with 8 billion of them, all would take 64 GB."""
+    """A model that computes in float64.
+    Each module has its weights, buffers and cache so while it runs: 8 billion would take 64 GB."""
     kept: dict[torch.nn.Module, list[Callable[[], None]]] = {}
 
     def widen(module: torch.nn.Module, *_: Any) -> None:
