@@ -153,7 +153,8 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _is_seen_through(node: fx.Node) -> bool:
-    """True for views, of integers too, casts that kernels read through, and one of several results."""
+    """True for views and casts that kernels read through.
+    For views of integers too, and for one of several results."""
     return is_free(node) or getattr(node.target, "is_view", node.target is getitem)
 
 
