@@ -552,6 +552,34 @@ def test_what_libraries_read_and_write_is_stored_anyway(fuses: bool, crossing: l
     assert [tuple(n.meta["val"].shape) for n in seen] == crossing
 
 
+@pytest.mark.parametrize(("saved", "ready"), [(1.0, 1), (1e3, 0)])
+def test_inductor_s_graph_is_not_compiled_where_nobody_is_expected_to_time_it(
+    monkeypatch: pytest.MonkeyPatch, saved: float, ready: int
+) -> None:
+    monkeypatch.setattr(measure, "device_of", lambda device: Clock([]))
+    seen: list[Any] = []
+
+    def decide(regions: Any, options: Any, meanwhile: Any) -> Any:
+        options = replace(options, take="faster", target=cs.H200)
+        asked: list[Any] = []
+        beside = whole.Comparison(seen[0], options, asked.append)
+        beside.begin([(r, saved) for r in regions])
+        seen.append(len(asked))
+        return []
+
+    def taken(gm: Any, *given: Any) -> Any:
+        seen.append(gm)
+        return kept(gm, *given)
+
+    kept = backend.Comparison
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "Comparison", taken)
+        patch.setattr(backend, "decide", decide)
+        call, _ = compiled(Beside().bfloat16())
+        call(torch.rand(64, 1024).bfloat16())
+    assert seen[1] == ready
+
+
 @pytest.mark.parametrize(
     ("function", "moved", "kernels"),
     [

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from math import inf
 from typing import Any
 
 import torch
@@ -91,6 +92,9 @@ class Decision:
     seconds: Seconds = field(default_factory=Seconds)
 
 
+#: takes regions, and the microseconds that each is expected to save
+Meanwhile = Callable[[Sequence[tuple[Region, float]]], None]
+
 #: earlier verdicts
 _verdicts: Kept[Place, Verdict] = Kept()
 #: one trial at a time: Inductor compiles in it, and the GPU is timed
@@ -100,7 +104,7 @@ _lock = threading.RLock()
 def decide(
     regions: Sequence[Region],
     options: BackendOptions,
-    meanwhile: Callable[[], None] = lambda: None,
+    meanwhile: Meanwhile = lambda expected: None,
 ) -> list[Decision]:
     """Decide which regions of a graph get kernels; of one that does not, whether parts of it do.
 
@@ -108,7 +112,8 @@ def decide(
         regions: nodes with fake tensors in ``meta["val"]``.
         options: of the backend.
         meanwhile: is called once if products are expected to stay Inductor's, while other processes
-            search and compile; for what this one would do afterwards.
+            search and compile; for what this one would do afterwards. It is given the regions that
+            the model expects to be faster, with what each saves.
 
     Returns:
         For each one decision, or those about its parts if one of them is taken.
@@ -119,9 +124,7 @@ def decide(
     return [decision for case in cases for decision in _decided(case)]
 
 
-def _decide_in_order(
-    cases: Sequence[Case], patience: Patience, meanwhile: Callable[[], None]
-) -> None:
+def _decide_in_order(cases: Sequence[Case], patience: Patience, meanwhile: Meanwhile) -> None:
     """Decide about regions, and about parts of those that are not taken; what saves most first."""
     waiting = _different(cases, seen := set[Place]())
     wholes = {id(case) for case in waiting}
@@ -131,7 +134,7 @@ def _decide_in_order(
             ahead.begin(case)
         ahead.follow()
         if any(ahead.gain(case) <= 0 and case.region.products for case in waiting):
-            meanwhile()
+            meanwhile(_expected_savings(cases, waiting, ahead))
         if waiting and waiting[0].options.take == "faster":
             patience.until = time.monotonic() + PATIENCE_S
             patience.most = patience.until + PATIENCE_S
@@ -145,6 +148,19 @@ def _decide_in_order(
                 for part in parts:
                     ahead.begin(part)
                 waiting += parts
+
+
+def _expected_savings(
+    cases: Sequence[Case], waiting: Sequence[Case], ahead: Ahead
+) -> list[tuple[Region, float]]:
+    """The regions that the model expects to be faster, and the microseconds that each saves.
+    Those of ``waiting`` stand for all that are decided like them."""
+    gains = {case.place: ahead.gain(case) / case.count for case in waiting}
+    found: list[tuple[Region, float]] = []
+    for case in cases:
+        with suppress(CutesuperError):
+            found.append((case.region, gains.get(case.place, 0.0)))
+    return [(region, us) for region, us in found if 0 < us < inf]
 
 
 def _different(cases: Sequence[Case], seen: set[Place]) -> list[Case]:

@@ -30,11 +30,11 @@ from cutesuper.torch.compile import records
 from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import Region
-from cutesuper.torch.compile.region_operator import program_of, region_in_place
+from cutesuper.torch.compile.region_operator import key_of, program_of, region_in_place
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.rest import bytes_of, fused_us, is_library
 from cutesuper.torch.compile.rewrite import Call, rewrite
-from cutesuper.torch.compile.selection import Decision
+from cutesuper.torch.compile.selection import Decision, Verdict
 from cutesuper.torch.compile.trial import described, lengths_in, moved
 from cutesuper.torch.internals import apart, fuses_products, hint_of
 
@@ -78,11 +78,16 @@ class Comparison:
         self._theirs = cache(lambda: compiled(variant(gm, ())))
         self._device = _device(gm) if options.take == "faster" else None
 
-    def begin(self) -> None:
-        """Compile Inductor's graph, if it may be timed: while others search, this process waits."""
-        if self._device is not None and _clock(self._device) is not None:
-            with suppress(Exception):  # it is compiled, and the error told, where it is timed
-                self._theirs()
+    def begin(self, expected: Sequence[tuple[Region, float]]) -> None:
+        """Compile Inductor's graph while others search and this process waits.
+        Not if it is not timed, or if the regions are ``expected`` to save so much that it will not
+        be: microseconds of each."""
+        if self._device is None or _clock(self._device) is None:
+            return
+        with suppress(Exception):  # it is compiled, and the error told, where it is timed
+            if expected and _plainly_faster(self._gm.graph, expected, self._device, self._options):
+                return
+            self._theirs()
 
     def settle(self, decisions: Sequence[Decision]) -> tuple[list[Decision], Whole | None]:
         """Give back regions until the whole graph is no slower than Inductor's.
@@ -102,19 +107,22 @@ class Comparison:
 
 
 def _plainly_faster(
-    graph: fx.Graph, taken: Sequence[Decision], device: torch.device, options: BackendOptions
+    graph: fx.Graph,
+    saves: Sequence[tuple[Region, float]],
+    device: torch.device,
+    options: BackendOptions,
 ) -> str | None:
     """The reason why a graph is faster with its regions, whatever they do to the rest, or None.
+    Each region ``saves`` so many microseconds alone.
 
     Inductor can save what crosses a border: that each tensor is written, and read again by a kernel
     of its own. And regions can make what is outside slower, say by a layout; if they save more than
     all that takes as it is, little can be lost. Calls of libraries are the same with and without
     regions, unless Inductor tunes products and fuses them with others.
     """
-    pairs = [(d.verdict.inductor_us, d.verdict.measured_us) for d in taken]
-    saved = sum(theirs - ours for theirs, ours in pairs if theirs and ours)
-    target = program_of(taken[0].key).target_on(device)
-    regions, fuses = [d.region for d in taken], fuses_products(options.inductor)
+    regions, saved = [r for r, _ in saves], sum(us for _, us in saves)
+    key = key_of(regions[0].graph, options.target, regions[0].follows)
+    target, fuses = program_of(key).target_on(device), fuses_products(options.inductor)
     crossing = _crossing(regions, fuses)
     border = 2 * bytes_of(crossing) / target.bandwidth * 1e6 + len(crossing) * target.launch_us
     outside = fused_us(graph, regions, target, fuses)
@@ -124,6 +132,11 @@ def _plainly_faster(
         f"its regions save {saved:.1f} us alone, their borders cost {border:.1f} us at most, and "
         f"what is outside takes {outside:.1f} us"
     )
+
+
+def _saved_us(verdict: Verdict) -> float:
+    ours, theirs = verdict.measured_us, verdict.inductor_us
+    return theirs - ours if theirs and ours else 0.0
 
 
 def _crossing(regions: Sequence[Region], fuses: bool) -> set[fx.Node]:
@@ -147,7 +160,8 @@ def _settled(
     trial: _Trial, decisions: Sequence[Decision], options: BackendOptions
 ) -> tuple[list[Decision], Whole | None]:
     try:
-        if (why := _plainly_faster(trial.gm.graph, trial.taken, trial.device, options)) is not None:
+        saves = [(d.region, _saved_us(d.verdict)) for d in trial.taken]
+        if (why := _plainly_faster(trial.gm.graph, saves, trial.device, options)) is not None:
             return list(decisions), Whole(reason=why)
         whole, kept = _known_or_tried(trial, options)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -244,8 +258,7 @@ class _Trial:
         """All regions, then the half of the kinds that saves most, and so on down to one kind."""
         saved: dict[str, float] = {}
         for d in self.taken:
-            ours, theirs = d.verdict.measured_us or 0.0, d.verdict.inductor_us or 0.0
-            saved[d.key] = saved.get(d.key, 0.0) + theirs - ours
+            saved[d.key] = saved.get(d.key, 0.0) + _saved_us(d.verdict)
         kinds = sorted(saved, key=saved.__getitem__, reverse=True)
         while kinds:
             yield [d.key in kinds for d in self.taken]
