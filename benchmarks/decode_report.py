@@ -19,10 +19,10 @@ STEP_METHOD = (
     "Tokens per second of all sequences together, from the median step, which computes the last "
     "token that the cache has room for. All but eager, which is launched from Python, are one CUDA "
     'graph a step (for torch.compile this is its mode "reduce-overhead"); attention of PyTorch is '
-    "scaled_dot_product_attention by cuDNN. cutesuper: kernels of cs.superoptimize by hand, and "
-    "rotary positions by torch.compile. Floor: a kernel that reads the weights and the cache. All "
-    "columns of a line interleaved in one run; logits checked against float64 before and after. "
-    "Speedup: over the fastest correct PyTorch column."
+    "scaled_dot_product_attention by cuDNN. A column cutesuper: kernels of cs.superoptimize by "
+    "hand, and rotary positions by torch.compile. Floor: a kernel that reads the weights and the "
+    "cache. All columns of a line interleaved in one run; logits checked against float64 before "
+    "and after. Speedup: over the fastest correct PyTorch column."
 )
 REGION_METHOD = (
     "Microseconds per call, median; cold L2; all columns of a line interleaved in one run, outputs "

@@ -75,7 +75,7 @@ def _eager(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch
 
 
 def _compiled() -> Loss:
-    return torch.compile(_eager)
+    return torch.compile(_eager, dynamic=False)
 
 
 def _liger() -> Loss:

@@ -221,13 +221,16 @@ def _exact(model: torch.nn.Module, caches: Sequence[Any]) -> Iterator[None]:
 
     def widen(module: torch.nn.Module, *_: Any) -> None:
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        kept[module] = [_widened(t, "data") for t in own if t.is_floating_point()]
+        wanted: list[tuple[Any, str]] = [(t, "data") for t in own if t.is_floating_point()]
         place = getattr(module, "layer_idx", None)
         if place is not None and caches[place].keys.dtype != torch.float64:
-            kept[module] += [_widened(caches[place], name) for name in ("keys", "values")]
+            wanted += [(caches[place], "keys"), (caches[place], "values")]
+        undo = kept.setdefault(module, [])
+        for holder, name in wanted:  # one by one: memory may not suffice for all
+            undo.append(_widened(holder, name))
 
     def narrow(module: torch.nn.Module, *_: Any) -> None:
-        for undo in kept.pop(module):
+        for undo in kept.pop(module, ()):
             undo()
 
     hooks = [h for m in model.modules() for h in (
@@ -238,6 +241,8 @@ def _exact(model: torch.nn.Module, caches: Sequence[Any]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        for module in list(kept):
+            narrow(module)
 
 
 def _widened(holder: Any, name: str) -> Callable[[], None]:

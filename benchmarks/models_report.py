@@ -20,8 +20,8 @@ METHOD = (
     "line are interleaved in one run; logits checked against float64 before and after. Random "
     "weights, bfloat16, a half full StaticCache, rings of `cs.generate` for windows. Floor: a "
     "kernel that reads the weights and the filled part of the cache. Speedup: over the fastest "
-    "correct PyTorch column. First call: seconds of torch.compile, and of ours with nothing on "
-    "disk. Host: milliseconds that a call takes the host where no graph is replayed, of both."
+    "correct PyTorch column. First call: seconds until a step can be captured, of torch.compile "
+    "and of ours. Host: milliseconds that a call takes the host where no graph is replayed."
 )
 
 

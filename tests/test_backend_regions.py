@@ -588,6 +588,10 @@ def test_inductor_s_graph_is_not_compiled_where_nobody_is_expected_to_time_it(
         # products are calls of a library, between two kernels
         (lambda x, w, v: (x.exp() @ w).exp(), 64 * 32 * 8, 2),
         (lambda x, w, v: (x.exp().sum(-1), x.tanh()), 64 * 32 * 6 + 128, 2),
+        # a product between them, whichever way is shorter
+        (lambda x, w, v: ((y := x.exp()) @ w + y).tanh(), 64 * 32 * 10, 2),
+        # parts of one tensor are all of it
+        (lambda x, w, v: x[:, :16].exp() * x[:, 16:], 64 * 32 * 3, 1),
     ],
 )  # fmt: skip
 def test_what_is_outside_takes_as_many_kernels_as_inductor_makes(

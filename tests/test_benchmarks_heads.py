@@ -30,7 +30,7 @@ def test_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     report.KINDS["heads"].show(results)
     [line] = [x for x in capsys.readouterr().out.splitlines() if "| 40 | 32 | 96 |" in x]
     cells = [c.strip() for c in line.strip("|").split("|")]
-    assert cells[3].endswith("ms, 0.0 GB") and cells[-1].endswith("x")
+    assert cells[3].endswith("ms, 0.0 GB, 0 s") and cells[-1].endswith("x")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from cutesuper.autodiff.gradient import joint  # noqa: E402
 from cutesuper.ir.dims import extent  # noqa: E402
 from cutesuper.pipeline import Options, find  # noqa: E402
 from cutesuper.runtime.calling import reference_of  # noqa: E402
@@ -380,6 +381,50 @@ def test_what_is_left_to_kernels() -> None:
     assert library.cut(form_of(64, 32, 48, adds=True, wide=True).graph(head)) is None
 
 
+def graph_of(
+    losses: Callable[..., Any], shapes: dict[str, tuple[int, int]], wrt: list[str]
+) -> cs.KernelGraph:
+    g = cs.KernelGraph()
+    g.mark_output(losses(g, *(g.new_input(s, "bfloat16", n) for n, s in shapes.items())))
+    return joint(g, wrt)
+
+
+def test_two_products_in_front() -> None:
+    """The derivatives of both have memory of their own."""
+
+    def losses(g: Any, x: Any, w: Any, y: Any, v: Any) -> Any:
+        p, q = g.matmul(x, g.transpose(w)), g.matmul(y, g.transpose(v))
+        return g.sum(g.mul(g.softmax(p), g.square(q)), -1)
+
+    shapes = {"x": (40, 24), "w": (48, 24), "y": (40, 16), "v": (48, 16)}
+    graph = graph_of(losses, shapes, list(shapes))
+    cut = library.cut(graph)
+    assert cut is not None and len(cut.first) == 2 and len(cut.last) == 4
+    torch.manual_seed(0)
+    given, outputs = ([graph.nodes[i] for i in of] for of in (graph.inputs, graph.outputs))
+    inputs = [torch.randn([extent(d) for d in n.shape]).to(n.dtype.torch) * 0.5 for n in given]
+    found, want = ([torch.zeros([extent(d) for d in n.shape], dtype=n.dtype.torch)
+                    for n in outputs] for _ in range(2))  # fmt: skip
+    cut.program(programs.Program(cut.rows, reference_of(cut.rows), None)).run(inputs, found, 40)
+    reference_of(graph)(inputs, want, 40)
+    for a, b in zip(found, want, strict=True):
+        assert (a.double() - b.double()).norm() <= 0.02 * b.double().norm()
+
+
+OTHERS: dict[str, Callable[..., Any]] = {
+    "rows are computed": lambda g, x, w, y: g.logsumexp(g.matmul(g.rms_norm(x), g.transpose(w))),
+    "a number before": lambda g, x, w, y: g.logsumexp(g.matmul(g.mul(x, 2.0), g.transpose(w))),
+    "nothing between": lambda g, x, w, y: g.sum(g.mul(g.matmul(x, g.transpose(w)), y), -1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("wrt", [["x"], ["w"], ["x", "w"]])
+def test_other_heads_are_left_to_kernels(name: str, wrt: list[str]) -> None:
+    shapes = {"x": (64, 32), "w": (48, 32), "y": (64, 48)}
+    assert library.cut(graph_of(OTHERS[name], shapes, wrt)) is None
+
+
 @pytest.mark.parametrize(("rows", "k", "v"), [(4096, 4096, 128256), (8192, 2048, 128256)])
 def test_large_products_are_the_library_s(rows: int, k: int, v: int) -> None:
     graph = form_of(rows, k, v).graph(cross_entropy._operator.head)
@@ -394,10 +439,11 @@ def test_kernels_between_products_of_the_library(
     bias: bool, small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "is_faster", lambda *_: True)
-    monkeypatch.setattr(library, "_chosen", type(library._chosen)())
+    for kept in ("_cuts", "_programs"):
+        monkeypatch.setattr(library, kept, type(library._cuts)())
     given = arguments(320, 64, 336, bias=bias, device="cuda", dtype=torch.bfloat16)
     judge(cs.ops.linear_cross_entropy, plain, given)
-    assert [c for c in library._chosen.values() if c is not None]
+    assert [c for c in library._cuts.values() if c is not None]
 
 
 @pytest.mark.gpu

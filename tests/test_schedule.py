@@ -10,6 +10,7 @@ import pytest
 
 from cutesuper.errors import CutesuperError, FormatError, LoweringError, ScheduleError
 from cutesuper.ir.dims import Symbol
+from cutesuper.pipeline import Options, find
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
@@ -20,6 +21,7 @@ from cutesuper.skeletons.rows.planner import plan_rows
 from cutesuper.skeletons.rows.schedule import MAX_PER_THREAD, MAX_ROW, RowSchedule
 from cutesuper.skeletons.schedule import schedule_dict
 from cutesuper.targets import B200, H200
+from tests import zoo
 from tests.mugraphs import Block
 from tests.plans import Linear, rows_block, rows_plan, specs
 
@@ -692,3 +694,19 @@ def test_vectors_are_loaded_late_where_they_take_registers() -> None:
     narrow = rows_plan(64, 4096, norm=True)
     loads = [i for i in narrow.order if i in narrow.loads]
     assert list(narrow.order[: len(loads)]) == loads
+
+
+def test_blocks_are_staggered_where_each_reads_weights_of_its_own() -> None:
+    """Not those that walk, whose helpers stay at their first tile, nor those that load together."""
+    graph = zoo.rms_norm_linear(5, 328, 320, transposed=True)
+    [plan] = find(graph, Options(H200))[1].plans
+    assert isinstance(plan, MatmulPlan) and plan.staggered
+    changes: list[dict[str, Any]] = [
+        {"persistent": 66},
+        {"share_rows": 2},
+        {"stream_columns": False},
+    ]
+    for change in changes:
+        assert not plan.scheduled(replace(plan.schedule, **change)).staggered
+    [plan] = find(zoo.rms_norm_linear(5, 328, 320), Options(H200))[1].plans
+    assert isinstance(plan, MatmulPlan) and not plan.staggered

@@ -294,10 +294,12 @@ def inductor_options() -> Mapping[str, Any]:
 
 
 def fuses_products(patches: Mapping[str, Any]) -> bool:
-    """True if Inductor tunes products with these options: what it makes of them has more inside."""
+    """True if Inductor makes kernels for products with these options, with more inside of them.
+    It writes those of one row as sums while it tunes pointwise code."""
     from torch._inductor import config
 
-    return any(patches.get(n, getattr(config, n)) for n in ("max_autotune", "max_autotune_gemm"))
+    names = ("max_autotune", "max_autotune_gemm", "coordinate_descent_tuning")
+    return any(patches.get(n, getattr(config, n)) for n in names)
 
 
 def mode_options(mode: str) -> dict[str, Any]:

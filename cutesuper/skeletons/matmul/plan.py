@@ -716,10 +716,11 @@ class MatmulPlan(Plan[MatmulSchedule]):
     @property
     def staggered(self) -> bool:
         """True if blocks begin their loops at different steps of the contracted label.
-        Where they read weights once, along that label, and not together with another block."""
+        Where each has one tile, and reads weights once, along that label, and not together with
+        another block."""
         s = self.schedule
-        once = s.stream_columns and s.share_rows == 1
-        return once and not (self.column_major or self.copied or self.open_depth)
+        alone = s.stream_columns and s.share_rows == 1 and not s.persistent
+        return alone and not (self.column_major or self.copied or self.open_depth)
 
     @cached_property
     def exchange_in_ring(self) -> bool:

@@ -67,9 +67,10 @@ def is_own(node: fx.Node) -> bool:
 
 
 def is_library(node: fx.Node) -> bool:
-    """True for products, convolutions and attention, which PyTorch counts the operations of.
-    They are calls of libraries, which Inductor fuses with nothing unless it tunes products."""
-    return getattr(node.target, "overloadpacket", None) in flop_registry
+    """True for products and attention: calls of libraries, which Inductor fuses with nothing.
+    Not for convolutions, whose neighbours it stores in the order that suits them."""
+    operator = getattr(node.target, "overloadpacket", None)
+    return operator in flop_registry and "convolution" not in str(operator)
 
 
 def left_to_pytorch(
@@ -103,14 +104,19 @@ def _left(graph: fx.Graph, regions: Sequence[Region]) -> Iterator[fx.Node]:
 def fused_us(graph: fx.Graph, regions: Sequence[Region], target: Target, fuses: bool) -> float:
     """Microseconds of Inductor's kernels for what is in no region, by a roofline.
 
-    Operators that read each other are one kernel, which reads and writes what others make and read
-    once. Calls of libraries are left out, unless Inductor ``fuses`` these too.
+    Operators that read each other are one kernel, unless a call of a library or a region lies
+    between; it reads and writes once what others make and read. Calls of libraries are left out. If
+    Inductor ``fuses`` these too, each operator counts.
     """
-    left = {n for n in _left(graph, regions) if fuses or not is_library(n)}
+    if fuses:
+        return sum(n.us for n in left_to_pytorch(graph, regions, {}, target))
+    left = {n for n in _left(graph, regions) if not is_library(n)}
+    levels = _levels(graph, computed(regions))
     kernels = Classes[fx.Node]()
     for n in left:
         for reader in readers(n) & left:
-            kernels.join(n, reader)
+            if levels[reader] == levels[n]:
+                kernels.join(n, reader)
     members = dict[fx.Node, set[fx.Node]]()
     for n in left:
         members.setdefault(kernels.find(n), set()).add(n)
@@ -118,9 +124,22 @@ def fused_us(graph: fx.Graph, regions: Sequence[Region], target: Target, fuses: 
     return moved / target.bandwidth * 1e6 + len(members) * target.launch_us
 
 
+def _levels(graph: fx.Graph, inside: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """The most calls of libraries, and nodes of regions, on a path to each node."""
+    found = dict[fx.Node, int]()
+    for n in graph.nodes:
+        before = (found[m] + (m in inside or is_library(m)) for m in n.all_input_nodes)
+        found[n] = max(before, default=0)
+    return found
+
+
 def _crossing_bytes(nodes: set[fx.Node]) -> int:
     """The bytes of the tensors that nodes read from others, and of those that others read."""
-    read = dict(_source(a) for n in nodes for a in n.all_input_nodes)
+    given = dict[fx.Node, dict[fx.Node, int]]()
+    for a in {a for n in nodes for a in n.all_input_nodes}:
+        base, size = _source(a)
+        given.setdefault(base, {})[a] = size
+    read = {n: min(bytes_of([n]), sum(parts.values())) for n, parts in given.items()}
     made = [n for n in nodes if readers(n) - nodes]
     return sum(size for n, size in read.items() if n not in nodes) + sum(map(_stored_bytes, made))
 
@@ -135,10 +154,21 @@ def _source(node: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _stored_bytes(node: fx.Node) -> int:
-    """The bytes of a tensor as others read it, through views and casts."""
-    own = bytes_of([node])
-    through = (min(own, _stored_bytes(u)) if _is_seen_through(u) else own for u in node.users)
-    return max(through, default=own)
+    """The bytes of what an operator makes; in a narrower type, if all readers cast it to that."""
+    own = node.meta.get("val")
+    if not isinstance(own, torch.Tensor):
+        return bytes_of([node])
+    return elements(own.shape) * _width(node, own.dtype.itemsize)
+
+
+def _width(node: fx.Node, most: int) -> int:
+    """The bytes of an element, at most, as readers take it through views and casts."""
+    widths: list[int] = []
+    for u in node.users:
+        val = u.meta.get("val")
+        through = _is_seen_through(u) and isinstance(val, torch.Tensor)
+        widths.append(_width(u, min(most, val.dtype.itemsize)) if through else most)
+    return max(widths, default=most)
 
 
 def computed(regions: Iterable[Region]) -> set[fx.Node]:

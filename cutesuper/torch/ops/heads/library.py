@@ -25,17 +25,17 @@ import torch
 
 from cutesuper.errors import CutesuperError
 from cutesuper.ir.graph import KernelGraph, Node, Tensor
-from cutesuper.ir.operators.base import CONSTANT, INPUT
+from cutesuper.ir.operators.base import CONSTANT, INPUT, TABLE
 from cutesuper.pipeline import Options, current_target, find
 from cutesuper.runtime.calling import Rows
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
-from cutesuper.search.bounds import TooDear
 from cutesuper.targets import Target
 from cutesuper.targets.roofline import alone
 from cutesuper.torch.ops.programs import KEPT, Program, program_of
 from cutesuper.torch.ops.rowwise.calls import all_usable
 
-#: the element type of which the library adds up, and stores, as kernels do
+#: the element type whose products the library computes: float16 has no room for logits between
+#: kernels, and float32 products have a precision of their own
 TYPE = "bfloat16"
 
 
@@ -120,22 +120,25 @@ class Cut:
             tensors = dict(zip(graph.inputs, inputs, strict=True))
             for i, product in self.first.items():
                 tensors[i] = product.new(tensors)
-            places = dict(zip(graph.outputs, outputs, strict=True))
-            for n, i in enumerate(self.made):
-                tensors[i] = places[i] if i in places else self._place(rows, n, tensors)
             given = [tensors[i] for i in self.given]
+            places, free = dict(zip(graph.outputs, outputs, strict=True)), list(self.first)
+            for n, i in enumerate(self.made):
+                tensors[i] = places[i] if i in places else self._place(rows, n, tensors, free)
             rows.run(all_usable(given), [tensors[i] for i in self.made], extent)
             for place, product in self.last.items():
                 product.into(outputs[place], tensors)
 
         return Program(graph, run, frozenset(self._in_place(rows)))
 
-    def _place(self, rows: Program, n: int, tensors: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Memory for output ``n`` of the rows: that of logits that it may replace, or new one."""
+    def _place(
+        self, rows: Program, n: int, tensors: dict[int, torch.Tensor], free: list[int]
+    ) -> torch.Tensor:
+        """Memory for output ``n`` of the rows: new, or that of ``free`` logits."""
         made, nodes = self.graph.nodes[self.made[n]], self.graph.nodes
-        for i in self.first:
+        for i in free:
             same = (nodes[i].shape, nodes[i].dtype) == (made.shape, made.dtype)
             if same and rows.replaces(self.names[i], n):
+                free.remove(i)
                 return tensors[i]
         i = next(iter(self.first))
         count: dict[Any, int] = {nodes[i].shape[0]: len(tensors[i])}  # of a symbol, too
@@ -148,8 +151,9 @@ class Cut:
         for place, product in self.last.items():
             if product.added is not None:
                 found.append((graph.inputs.index(product.added), place))
+        again = {i for p in self.last.values() for i in p.read}
         for n, i in enumerate(graph.inputs):
-            if i in self.given:
+            if i in self.given and i not in again:
                 found += [(n, graph.outputs.index(o)) for k, o in enumerate(self.made)
                           if o in graph.outputs and rows.replaces(self.names[i], k)]  # fmt: skip
         return found
@@ -188,6 +192,8 @@ class _Cutting:
         for i, n in enumerate(g.nodes):
             if _multiplies(n) and not self.depth[i]:
                 result, product = self._with_vector(i)
+                if any(g.nodes[j].operator != INPUT for j in product.read):
+                    raise _Other
                 first[result] = product
         for place, i in enumerate(g.outputs):
             if self._after(i) > 1 or self.depth[i] > 1:
@@ -285,7 +291,7 @@ class _Cutting:
                 raise _Other
             else:
                 new[i] = rows.copy_node(g, i, [new[j] for j in n.inputs])
-        if not made or all(i in given for i in made):
+        if not made or any(i in given or i not in new for i in made):
             raise _Other
         for i in made:
             rows.mark_output(new[i], g.nodes[i].dtype.name)
@@ -300,8 +306,9 @@ def cut(graph: KernelGraph) -> Cut | None:
         return None
 
 
-#: whether the library is expected to be faster
-_chosen: Kept[tuple[object, ...], Cut | None] = Kept(KEPT)
+_programs: Kept[tuple[object, ...], Program] = Kept(KEPT)
+#: the cut graphs whose products are the library's; None for others
+_cuts: Kept[tuple[object, ...], Cut | None] = Kept(KEPT)
 
 
 def chunk_program(
@@ -316,15 +323,19 @@ def chunk_program(
         found = cut(graph := make())
         return found if found is not None and is_faster(graph, found, current_target()) else None
 
-    chosen = _chosen.made_on(device, (call, kind), call, choose)
-    if chosen is None:
-        return program_of(call, kind, make, device)
-    return chosen.program(program_of(call, (kind, "rows"), lambda: chosen.rows, device))
+    def program() -> Program:
+        chosen = _cuts.made_on(device, (call, kind), call, choose)
+        if chosen is None:
+            return program_of(call, kind, make, device)
+        return chosen.program(program_of(call, (kind, "rows"), lambda: chosen.rows, device))
+
+    key = (call, kind, TABLE.changes, device)
+    return _programs.get(key) or _programs.made(key, program)
 
 
 def is_faster(graph: KernelGraph, found: Cut, target: Target) -> bool:
     """True if the library's products and kernels for the rows are expected to be faster.
-    Than kernels for all of the graph. Raises CutesuperError if there are none for either."""
+    Than kernels for all of the graph, or if there are none for all of it."""
     options = Options(target)
     try:
         rows = find(found.rows, options)[1].candidate.cost_us
@@ -333,5 +344,5 @@ def is_faster(graph: KernelGraph, found: Cut, target: Target) -> bool:
     library = rows + sum(alone(graph, i, target).us for i in found.products)
     try:
         return find(graph, options, most_us=library)[1].candidate.cost_us > library
-    except TooDear:
+    except CutesuperError:  # too dear, for one
         return True
