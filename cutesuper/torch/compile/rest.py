@@ -166,8 +166,10 @@ def _width(node: fx.Node, most: int) -> int:
     widths: list[int] = []
     for u in node.users:
         val = u.meta.get("val")
-        through = _is_seen_through(u) and isinstance(val, torch.Tensor)
-        widths.append(_width(u, min(most, val.dtype.itemsize)) if through else most)
+        if _is_seen_through(u) and isinstance(val, torch.Tensor):
+            widths.append(_width(u, min(most, val.dtype.itemsize)))
+        else:
+            widths.append(most)
     return max(widths, default=most)
 
 
