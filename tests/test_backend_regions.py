@@ -38,6 +38,7 @@ from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.targets.roofline import baseline  # noqa: E402
 from cutesuper.torch import internals  # noqa: E402
+from cutesuper.torch.aten import table  # noqa: E402
 from cutesuper.torch.compile import (  # noqa: E402
     ahead,
     backend,
@@ -550,6 +551,19 @@ def test_what_libraries_read_and_write_is_stored_anyway(fuses: bool, crossing: l
         call, _ = compiled(step)
         call(torch.randn(64, 32), torch.randn(32, 32))
     assert [tuple(n.meta["val"].shape) for n in seen] == crossing
+
+
+def test_nodes_are_looked_at_once_while_graphs_are_unchanged() -> None:
+    graph = make_fx(lambda x: x.exp() + 1, tracing_mode="fake")(torch.randn(3)).graph
+    node = next(n for n in graph.nodes if n.target is torch.ops.aten.add.Tensor)
+    with table.unchanged():
+        first = table.arguments_of(node)
+        assert table.arguments_of(node) is first
+        node.update_arg(1, 2)
+        assert table.arguments_of(node)["other"] == 1
+    assert table.arguments_of(node)["other"] == 2
+    with table.unchanged():
+        assert table.arguments_of(node)["other"] == 2
 
 
 @pytest.mark.parametrize(("saved", "ready"), [(1.0, 1), (1e3, 0)])

@@ -349,28 +349,29 @@ class Builder:
     _inputs: dict[Any, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        found: list[Value] = []
+        found: list[tuple[Value, Dims]] = []
         for node, value in self.shapes.values.items():
             for v in value if isinstance(value, tuple) else (value,):
                 if isinstance(v, Value):
-                    self._check(node, v.present())
-                    found.append(v)
+                    found.append((v, v.present()))
+                    self._check(node, found[-1][1])
         self._groups = self.shapes.grouping.groups()
-        own = [{self._groups[p.factor] for p in leaves(v.present())} for v in found]
+        own = [{self._groups[p.factor] for p in present} for _, present in found]
         beside = {g for groups in own if len(groups) > 1 for g in groups}
         flat = [
-            v for v, g in zip(found, own, strict=True) if self._is_one_row(v) and not g & beside
+            v
+            for (v, present), g in zip(found, own, strict=True)
+            if not g & beside and self._is_one_row(v, present)
         ]
         for v in flat:
             self.shapes.whole(v.dims[-1])
         if flat:
             self._groups = self.shapes.grouping.groups()
 
-    def _is_one_row(self, value: Value) -> bool:
+    def _is_one_row(self, value: Value, present: Dims) -> bool:
         """True if rows and the elements in them have become one dimension.
         As in purely element-wise work: kernels walk over rows, of which there may be any number. (A
         row that others have rows of is one, and one that is reduced as a whole.)"""
-        present = value.present()
         if any(leaves(run) == present for runs in self.shapes.runs.values() for run in runs):
             return False
         last = leaves(value.dims[-1]) if value.dims else ()

@@ -24,7 +24,14 @@ from cutesuper.ir.relations import reachable
 from cutesuper.torch.aten.factored_dims import equal, equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.positions import Condition, Given, Integers, Limit, as_kind, marks_of
-from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, is_free, products
+from cutesuper.torch.aten.table import (
+    Arguments,
+    arguments_of,
+    entry_of,
+    is_free,
+    of_a_node,
+    products,
+)
 from cutesuper.torch.aten.views import Expand, Filled, Same, negated, turned
 
 #: masks that are added to scores
@@ -99,6 +106,7 @@ def mask_of(a: Arguments) -> Any:
     return a.get("attn_mask", a.get("attn_bias"))
 
 
+@of_a_node
 def mask_read(node: fx.Node) -> fx.Node | None:
     """The mask that a node reads; None if there is none.
     That of attention, or one made of positions that is added to scores."""
@@ -164,6 +172,7 @@ def _between_products(scores: fx.Node, masked: fx.Node) -> bool:
     return made and not stored and all(entry_of(n) is not None for n in after)
 
 
+@of_a_node
 def lengths_of(node: fx.Node) -> Lengths | None:
     """The lengths, limits or tensors that the mask of a node is made of.
     None if it has no mask, or one that is added to scores and made of anything but positions."""

@@ -21,7 +21,7 @@ from torch import fx
 from cutesuper.torch.aten.factored_dims import equal, equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.pointwise import Where
-from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, readers
+from cutesuper.torch.aten.table import Arguments, arguments_of, entry_of, of_a_node, readers
 from cutesuper.torch.aten.views import Expand, Filled, Same, Slice, View
 
 #: what PyTorch makes of false in a mask of bool for attention of cuDNN
@@ -135,6 +135,11 @@ def marks_of(node: Any) -> Marks | None:
     """The relation of a tensor's elements to positions; None if nothing is known."""
     if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
+    return _found(node)
+
+
+@of_a_node
+def _found(node: fx.Node) -> Marks | None:
     found = _computed(node) if node.op == "call_function" else None
     return found or _given(node)
 

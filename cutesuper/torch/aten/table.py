@@ -8,8 +8,10 @@ them, and the primitive ones into which Inductor decomposes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, wraps
 from importlib import import_module
 from operator import getitem
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -87,6 +89,7 @@ _MODULES = (
 
 
 _Class = TypeVar("_Class", bound=Entry)
+_Found = TypeVar("_Found")
 
 
 def enter(*names: str) -> Callable[[type[_Class]], type[_Class]]:
@@ -232,6 +235,40 @@ def unknown(node: fx.Node) -> str:
     return f"{written(node)} is not an operator of kernel graphs{hint}"
 
 
+#: what functions of nodes gave, while graphs stay as they are
+_kept: ContextVar[dict[Callable[..., Any], dict[fx.Node, Any]] | None] = ContextVar(
+    "kept", default=None
+)
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Have functions `of_a_node` look at each node once, since no graph is changed meanwhile.
+    Regions grow node by node, and all of their nodes are converted each time."""
+    token = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+
+
+def of_a_node(find: Callable[[fx.Node], _Found]) -> Callable[[fx.Node], _Found]:
+    """Decorator: what a function gives for a node is kept while graphs are `unchanged`."""
+
+    @wraps(find)
+    def found(node: fx.Node) -> _Found:
+        kept = _kept.get()
+        if kept is None:
+            return find(node)
+        known = kept.setdefault(find, {})
+        if node not in known:
+            known[node] = find(node)
+        return known[node]
+
+    return found
+
+
+@of_a_node
 def entry_of(node: fx.Node) -> Entry | None:
     """The entry of a node's operator, or None."""
     if node.op != "call_function":
@@ -272,6 +309,7 @@ def viewed(node: fx.Node) -> fx.Node:
     return node
 
 
+@of_a_node
 def is_free(node: fx.Node) -> bool:
     """True for a view, or a cast between types that kernels read."""
     entry = entry_of(node)
@@ -281,6 +319,7 @@ def is_free(node: fx.Node) -> bool:
     return not isinstance(val, torch.Tensor) or val.dtype in (*FLOATS, *CONDITIONS)
 
 
+@of_a_node
 def arguments_of(node: fx.Node) -> Arguments:
     """The arguments of a node by name, defaults filled in.
     Those of a function of Python (``operator.getitem``) are ``a0``, ``a1``, ..."""

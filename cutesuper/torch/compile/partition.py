@@ -22,7 +22,15 @@ from cutesuper.torch.aten.graph_builder import INTEGERS, Unsupported
 from cutesuper.torch.aten.length_masks import lengths_of, unread
 from cutesuper.torch.aten.pointwise import Pointwise
 from cutesuper.torch.aten.reducing import Reduction
-from cutesuper.torch.aten.table import entry_of, is_free, products, readers, rows_of, unknown
+from cutesuper.torch.aten.table import (
+    entry_of,
+    is_free,
+    products,
+    readers,
+    rows_of,
+    unchanged,
+    unknown,
+)
 from cutesuper.torch.aten.views import turned
 from cutesuper.torch.compile.likeness import Likeness
 from cutesuper.torch.compile.region import Region, convert
@@ -62,7 +70,8 @@ def partition(
             puts them together with what it makes itself; alone these are copies.
     """
     graph.eliminate_dead_code()
-    return _Growing(graph, frozenset(constants), parts).run()
+    with unchanged():
+        return _Growing(graph, frozenset(constants), parts).run()
 
 
 @dataclass(frozen=True)
