@@ -141,8 +141,10 @@ def _saved_us(verdict: Verdict) -> float:
 
 def _crossing(regions: Sequence[Region], fuses: bool) -> set[fx.Node]:
     """The nodes whose tensors are made in the graph, and cross a border of a region.
-    Without inputs that are changed in place, and without tensors that Inductor must store too, as
-    the region alone is no call of a library (unless it ``fuses`` these)."""
+
+    Without inputs that are changed in place; and without tensors between a region and nothing but
+    calls of libraries, which Inductor stores too unless it ``fuses`` these.
+    """
     changed = {r.node for n in regions for r in n.outputs if r.place in n.graph.continued}
     found = {viewed(node) for r in regions for node in r.border}
     place = {n: r.nodes[0] for r in regions for n in r.nodes}
