@@ -353,8 +353,9 @@ class Builder:
         for node, value in self.shapes.values.items():
             for v in value if isinstance(value, tuple) else (value,):
                 if isinstance(v, Value):
-                    found.append((v, v.present()))
-                    self._check(node, found[-1][1])
+                    present = v.present()
+                    self._check(node, present)
+                    found.append((v, present))
         self._groups = self.shapes.grouping.groups()
         own = [{self._groups[p.factor] for p in present} for _, present in found]
         beside = {g for groups in own if len(groups) > 1 for g in groups}

@@ -197,7 +197,7 @@ class _Cutting:
                     raise _Other
                 first[result] = product
         for place, i in enumerate(g.outputs):
-            if self._after(i) > 1 or self.depth[i] > 1:
+            if self._after(i) > 1:
                 last[place] = self._output(i)
         made = [i for n, i in enumerate(g.outputs) if n not in last]
         made += [i for p in last.values() for i in p.read if g.nodes[i].operator != INPUT]
@@ -213,15 +213,17 @@ class _Cutting:
         Logits are rounded once, after their bias: before it, those of 64 would change by 10 %."""
         g, product = self.graph, self._product(i)
         readers = [k for k, n in enumerate(g.nodes) if i in n.inputs]
-        if len(readers) == 1 and self.users[i] == 1:
-            [k] = readers
-            n = g.nodes[k]
-            others = [j for j in n.inputs if j != i]
-            if n.facets.adds and len(others) == 1 and g.nodes[others[0]].operator == INPUT:
-                vector = g.nodes[others[0]]
-                if all(d == 1 for d in vector.shape[:-1]) and self._is_typed(k, others[0]):
-                    return k, Product(product.left, product.right, others[0])
-        return i, product
+        if self.users[i] != 1 or not readers or not g.nodes[readers[0]].facets.adds:
+            return i, product
+        [k] = readers
+        vectors = [j for j in g.nodes[k].inputs if j != i and self._is_vector(j)]
+        if not vectors or not self._is_typed(k, vectors[0]):
+            return i, product
+        return k, replace(product, added=vectors[0])
+
+    def _is_vector(self, i: int) -> bool:
+        n = self.graph.nodes[i]
+        return n.operator == INPUT and all(d == 1 for d in n.shape[:-1])
 
     def _output(self, i: int) -> Product:
         """The product that an output is, or the sum of one and an input. Raises _Other."""
