@@ -84,6 +84,19 @@ def case(count: int, least_us: float, over: bool) -> Timed:
     return Timed(None, None, Patience(until, least_us), count)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("count", "expected", "much"), [
+    (1, None, True), (1, 60.0, True), (1, 80.0, False), (2, 80.0, True),
+])  # fmt: skip
+def test_what_is_worth_waiting_for(count: int, expected: float | None, much: bool) -> None:
+    """As long as nothing is known of its kernels, what they can save counts."""
+
+    class Bounded(Timed):
+        least_us = 50.0  # type: ignore[assignment]
+
+    waits = Bounded(None, None, Patience(large_us=40.0), count)  # type: ignore[arg-type]
+    assert waits.saves_much(expected) == much
+
+
 @pytest.mark.parametrize(("count", "least", "over", "tried"), [
     (1, 150.0, True, False), (2, 150.0, True, True), (1, 150.0, False, True),
 ])  # fmt: skip

@@ -82,9 +82,11 @@ def test_two_workers_decide_the_same(two: Workers, alone: Verdicts) -> None:
 
 def waiting(place: str, saves_little: bool = False, patience: Patience | None = None) -> Any:
     """A case that waits for its turn, with 0 us of Inductor's kernels."""
+    patience = patience or Patience()
     return SimpleNamespace(
-        place=place, patience=patience or Patience(), saves_little=lambda expected: saves_little,
+        place=place, patience=patience, saves_little=lambda expected: saves_little,
         saved_us=lambda ours: -ours,
+        saves_much=lambda expected: -(expected or 0.0) >= patience.large_us,
     )  # fmt: skip
 
 
@@ -103,6 +105,19 @@ def test_there_is_an_end_to_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     work._jobs, work._searches = {"a": [search]}, {search: waiting("a")}
     assert work.next([waiting("a", patience=patience)]) == 0
     assert search.cancelled() and patience.left == {"a"}
+
+
+def test_what_saves_much_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two cases whose kernels are being compiled, the one that saves 30 us is waited for."""
+    monkeypatch.setattr(ahead, "shared", lambda: None)
+    work, now = ahead.Ahead(()), time.monotonic()
+    patience = Patience(most=now - 1, large_us=20.0, last=now + 0.2)
+    work._jobs = {"a": [Future[Any]()], "b": [Future[Any]()]}
+    work._expected = {"a": -30.0, "b": -10.0}
+    cases = [waiting(name, patience=patience) for name in "ab"]
+    assert work.next(cases) == 1 and patience.left == {"b"} and time.monotonic() < now + 0.2
+    assert work.next(cases[:1]) == 0 and patience.left == {"a", "b"}
+    assert time.monotonic() >= now + 0.2
 
 
 def test_what_saves_most_is_decided_first(monkeypatch: pytest.MonkeyPatch) -> None:

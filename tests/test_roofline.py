@@ -9,7 +9,7 @@ import pytest
 import cutesuper as cs
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.targets import H200
-from cutesuper.targets.roofline import baseline, traffic
+from cutesuper.targets.roofline import baseline, least_us, traffic
 
 ROWS: dict[str, Callable[[KernelGraph, Tensor], Tensor]] = {
     "softmax": lambda g, x: g.softmax(x),
@@ -33,3 +33,18 @@ def test_sums_behind_the_maximum_of_a_long_row(name: str, columns: int) -> None:
     long = columns == 8192 and name in ("softmax", "logsumexp", "scaled")
     expected = memory * (H200.libraries.softmax_memory if long else 1) + H200.launch_us
     assert baseline(g, H200).us == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("rows", "work"), [(16, False), (8192, True)])
+def test_the_least_of_two_products(rows: int, work: bool) -> None:
+    """Memory for few rows, tensor cores for many; what lies between the products is not stored."""
+    g = cs.new_kernel_graph()
+    x, *weights = (g.new_input(s, cs.bfloat16) for s in ((rows, 2048), (2048, 2048), (2048, 2048)))
+    for w in weights:
+        x = g.matmul(x, w)
+    g.mark_output(x)
+    memory = (2 * rows * 2048 + 2 * 2048 * 2048) * 2 / H200.bandwidth
+    flops = 2 * 2 * rows * 2048 * 2048 / H200.tensor_flops
+    assert (flops > memory) == work
+    assert least_us(g, H200) == pytest.approx(max(memory, flops) * 1e6 + H200.launch_us)
+    assert least_us(g, H200) < baseline(g, H200).us

@@ -65,6 +65,12 @@ def work(graph: KernelGraph) -> float:
     return _products(graph, set(_computed(graph)))
 
 
+def least_us(graph: KernelGraph, target: Target) -> float:
+    """Microseconds of any program, at least: a launch, and its traffic or its work."""
+    seconds = max(traffic(graph) / target.bandwidth, work(graph) / target.tensor_flops)
+    return seconds * 1e6 + target.launch_us
+
+
 def _priced(graph: KernelGraph, target: Target, groups: list[set[int]]) -> Baseline:
     us = 0.0
     for group in groups:

@@ -91,11 +91,19 @@ class Ahead:
                 chosen = max(ready, key=lambda n: self.gain(cases[n]))
                 self._end(cases[chosen])
                 return chosen
-            if time.monotonic() > patience.most:
-                patience.left.update(case.place for case in cases)
+            if left := [c for c in cases if not self._is_awaited(c)]:
+                patience.left.update(case.place for case in left)
                 continue
             awaited = {f for case in cases for f in self._missing(case.place)}
-            self._await(awaited | {*self._searches}, patience.most)
+            until = patience.most if time.monotonic() < patience.most else patience.last
+            self._await(awaited | {*self._searches}, until)
+
+    def _is_awaited(self, case: Case) -> bool:
+        """True if there is time to wait for what is missing of a case."""
+        now, patience = time.monotonic(), case.patience
+        if now < patience.most:
+            return True
+        return now < patience.last and case.saves_much(self._expected.get(case.place))
 
     def _is_ready(self, case: Case) -> bool:
         """True for a case that can be decided."""

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import torch
 
 from cutesuper import measure
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.targets import Target
-from cutesuper.targets.roofline import baseline
+from cutesuper.targets.roofline import baseline, least_us
 from cutesuper.torch.aten.length_masks import lowered
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.options import BackendOptions
@@ -59,13 +60,18 @@ class Patience:
         until: of ``time.monotonic()``.
         least_us: microseconds that a region and those like it must be expected to save, to be
             tried later.
-        most: of ``time.monotonic()``, when other processes are no longer waited for.
-        left: the places of cases that were waited for then.
+        most: of ``time.monotonic()``, when other processes are no longer waited for, but for cases
+            that can save much.
+        large_us: microseconds that are much.
+        last: of ``time.monotonic()``, when they are not waited for at all.
+        left: the places of cases that were waited for when that ended.
     """
 
     until: float = inf
     least_us: float = 0.0
     most: float = inf
+    large_us: float = inf
+    last: float = inf
     left: set[Place] = field(default_factory=set["Place"])
 
     @property
@@ -183,8 +189,12 @@ class Case:
     @cached_property
     def inductor_us(self) -> float:
         """Microseconds of Inductor's kernels, by a roofline. Raises CutesuperError."""
+        return baseline(self._hinted, self.target).us
+
+    @cached_property
+    def _hinted(self) -> KernelGraph:
         extents = dict(zip(self.program.symbols, self.sample.extents, strict=True))
-        return baseline(self.program.graph.with_hints(extents), self.target).us
+        return self.program.graph.with_hints(extents)
 
     def saves_little(self, ours: float = 0.0) -> bool:
         """True if kernels of so many microseconds, by the model, are no longer worth a trial."""
@@ -193,6 +203,16 @@ class Case:
     def saved_us(self, ours: float) -> float:
         """Microseconds that kernels of so many save, by the model, in all regions like this one."""
         return (self.inductor_us - ours) * self.count
+
+    @cached_property
+    def least_us(self) -> float:
+        """Microseconds that any kernels take, at least, by the roofline. Raises CutesuperError."""
+        return least_us(self._hinted, self.target)
+
+    def saves_much(self, expected: float | None) -> bool:
+        """True if its kernels are worth waiting for: as many microseconds are expected, if any."""
+        ours = self.least_us if expected is None else expected
+        return self.saved_us(ours) >= self.patience.large_us
 
     @property
     def most_us(self) -> float:
@@ -210,5 +230,9 @@ class Case:
 
     @cached_property
     def record(self) -> dict[str, Any] | None:
-        """The recorded verdict; None if there is none. Raises CutesuperError."""
-        return records.read(self.question) if self.searches else None
+        """The recorded verdict; None if there is none. Raises CutesuperError.
+        One that did not wait for a search counts until that has ended, maybe in another process."""
+        found = records.read(self.question) if self.searches else None
+        if found is None or not found.get("unfinished"):
+            return found
+        return found if self.program.wanted(self.sample.extents, self.target) else None

@@ -43,6 +43,11 @@ PATIENCE_S = 10.0
 #: save, to be tried later. Attention of 4 layers of Gemma 3 1B, 8 sequences, was expected to save
 #: 11 us of 1.1 ms, and saves 66; of 40 later trials of that training step none saved a hundredth
 STAKE = 0.0025
+#: seconds in which kernels that can save much are waited for behind that, and the part of a graph's
+#: time that is much. On a machine just started, compilers were not done in 20 s: an 8B model's step
+#: took 6.6 ms without the kernels of its layers, and takes 3.7 with them
+LAST_S = 40.0
+MUCH = 0.05
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Verdict:
             PyTorch, or something failed that must not.
         final: whether no part of the region can do any better.
         passing: whether the next try may end otherwise, as for want of memory; else it is recorded.
+        unfinished: whether other processes were at work on it when it was no longer waited for.
     """
 
     taken: bool
@@ -73,6 +79,7 @@ class Verdict:
     broken: bool = False
     final: bool = False
     passing: bool = False
+    unfinished: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,8 @@ def _decide_in_order(cases: Sequence[Case], patience: Patience, meanwhile: Meanw
     """Decide about regions, and about parts of those that are not taken; what saves most first."""
     waiting = _different(cases, seen := set[Place]())
     wholes = {id(case) for case in waiting}
-    patience.least_us = STAKE * sum(map(_at_stake, waiting))
+    total_us = sum(map(_at_stake, waiting))
+    patience.least_us, patience.large_us = STAKE * total_us, MUCH * total_us
     with Ahead(_verdicts) as ahead, counting(len(waiting)) as show:
         for case in waiting:
             ahead.begin(case)
@@ -138,6 +146,7 @@ def _decide_in_order(cases: Sequence[Case], patience: Patience, meanwhile: Meanw
         if waiting and waiting[0].options.take == "faster":
             patience.until = time.monotonic() + PATIENCE_S
             patience.most = patience.until + PATIENCE_S
+            patience.last = patience.most + LAST_S
         while waiting:
             case = waiting.pop(ahead.next(waiting))
             if id(case) in wholes:
@@ -262,8 +271,11 @@ def _judged(case: Case) -> Verdict:
         if case.saves_little():
             return replace(verdict, taken=False, reason=_saves_little(case), final=True)
         if case.patience.left and case.place in case.patience.left:
-            reason = f"not searched to the end: choosing had taken {2 * PATIENCE_S:.0f} s"
-            return replace(verdict, taken=False, reason=reason, final=True)
+            reason = (
+                f"not ready when choosing had taken {2 * PATIENCE_S:.0f} s; other processes go on, "
+                "and a later one takes what they leave"
+            )
+            return replace(verdict, taken=False, reason=reason, final=True, unfinished=True)
         if case.searches:
             verdict = _found(case)
         if verdict.taken and case.options.take == "modelled":
