@@ -404,3 +404,19 @@ def test_random_sums_over_rows(g: Graph) -> None:
             combined = sum(op.kind == GRID_REDUCE for op in step.program.ops)
             # a sum of x w over the rows is w times that of x: one sum may serve two outputs
             assert combined >= 1 and step.program.blocks() <= H200.sms
+
+
+def test_a_sum_behind_long_rows_is_a_kernel_of_its_own() -> None:
+    """One kernel for all of it reads a row while another is computed on by no block of its own."""
+    g = new_kernel_graph()
+    x, labels = g.new_input((8192, 128256), "bfloat16"), g.new_input((8192, 1), "int64")
+    largest = g.max(x, -1)
+    loss = g.sum(g.pick(x, labels), -1) - largest - g.log(g.sum(g.exp(x - largest), -1))
+    g.mark_output(largest, "float32")
+    g.mark_output(g.sum(loss, 0), "float32")
+    best = search(g.expanded(), H200, options=SearchOptions(lowered=True)).best
+    first, second = best.mugraph.steps
+    assert first.program.of_kind(AxisKind.CLUSTER) and not first.program.of_kind(
+        AxisKind.PERSISTENT
+    )
+    assert second.program.blocks() == 1 and best.cost_us < 600

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.skeletons.cost import Cost, computes, instructions, overlapped
@@ -14,6 +15,8 @@ from cutesuper.targets import Target
 
 #: elements that a block of an element-wise kernel takes
 ROW_ELEMENTS = 2048
+#: instructions from which on an operator is a special function, whose unit is apart from the lanes
+SPECIAL = 4
 
 
 def price(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:
@@ -96,21 +99,22 @@ def _visited(plan: RowLoopPlan, target: Target) -> Cost:
 
 def _clustered(plan: RowLoopPlan, target: Target) -> Cost:
     """Cost of rows split over clusters: waves of blocks that load, exchange and store.
-    Loads and stores overlap with the waiting. An SM has blocks with one tile each, else two tiles,
-    of two blocks or of two stages. In bf16, predicted (measured): LayerNorm forward 16384x65536
-    1169 (1104), RMSNorm 1017 (1091), softmax 1348 (1013), its gradient 1518 (1462)."""
+    Loads and stores, special functions and other arithmetic of one block overlap with each other
+    and with the waiting of another. An SM has blocks with one tile each, else two tiles, of two
+    blocks or of two stages. In bf16, predicted (measured), 16384x65536: LayerNorm @LN@ (1104),
+    RMSNorm @RMS@ (1091), softmax @SM@ (1012), its gradient @SG@ (1462), cross-entropy @CE@ (488);
+    4096x262144: softmax @SM2@ (1069), cross-entropy @CE2@ (509)."""
     rates, moved, blocks = target.rates, plan.moved_bytes, plan.program.blocks()
     clusters = target.clusters[plan.cluster]
     at_once = (plan.schedule.resident if plan.one_tile else 2) * plan.cluster * clusters
     exchange = rates.reduction_us + target.rows.cluster_us * (plan.cluster - 1)
     active = min(plan.cluster * clusters, blocks)
-    waits = ceil_div(blocks, at_once) * (_reductions(plan) * exchange)
+    work = _work(plan, target)
     parts = {
         "memory": moved / target.bandwidth * 1e6,
         "ingest": moved / (active * rates.sm_bytes_per_us),
-        # while a block waits for its cluster it computes nothing, but memory transfers go on
-        "lanes": _arithmetic(plan, target) / (active * rates.lanes_per_us) + waits,
-    }
+        "waits": ceil_div(blocks, at_once) * (_reductions(plan) * exchange),
+    } | {pipe: count / (active * rates.lanes_per_us) for pipe, count in work.items()}
     busy = overlapped(rates.overlap, *parts.values())
     parts |= {"launch": target.launch_us, "ramp": target.rows.block_us}
     return Cost(target.launch_us + target.rows.block_us + busy, parts)
@@ -131,9 +135,17 @@ def _reductions(plan: RowPlan | RowLoopPlan) -> int:
 
 
 def _arithmetic(plan: RowPlan | RowLoopPlan, target: Target, again: bool = False) -> float:
-    """Number of instructions for all elements.
+    """Number of instructions for all elements. Arguments are those of `_work`."""
+    return sum(_work(plan, target, again).values())
+
+
+def _work(
+    plan: RowPlan | RowLoopPlan, target: Target, again: bool = False
+) -> dict[Literal["lanes", "special"], float]:
+    """Number of instructions for all elements, and apart those that stand for special functions.
     ``again``: values that do not depend on the row are computed again for each."""
-    program, count = plan.program, 0.0
+    program = plan.program
+    counts: dict[Literal["lanes", "special"], float] = {"lanes": 0.0, "special": 0.0}
     ops, rows = program.ops, program.dims.keys() - {plan.column}
     if isinstance(plan, RowPlan):
         ops, rows = [program.ops[i] for i in plan.order], {*plan.rows}
@@ -141,5 +153,7 @@ def _arithmetic(plan: RowPlan | RowLoopPlan, target: Target, again: bool = False
         labels = set(program.ops[op.inputs[0]].dims if "over" in op.attributes else op.dims)
         if again:
             labels |= rows
-        count += prod(extent(program.dims[d]) for d in labels) * instructions(program, op, target)
-    return count
+        each = instructions(program, op, target)
+        elements = prod(extent(program.dims[d]) for d in labels)
+        counts["special" if each >= SPECIAL else "lanes"] += elements * each
+    return counts

@@ -166,8 +166,24 @@ def labelled(
 
 
 def named(x: Tensor, labels: Tensor) -> Tensor:
-    """The element of each row that its label names; 0 for a label that is no column."""
-    return x.graph.sum(x.graph.pick(x, labels), -1)
+    """The element of each row that its label names.
+
+    Of a row less a number of its own, that number is taken from the element: then the row is read
+    once, while its maximum and its sum are made.
+    """
+    g, node = x.graph, x.node
+    if node.operator in ("add", "sub"):
+        left, right = (Tensor(g, i) for i in node.inputs)
+        if _is_of_rows(right, x):
+            return g.apply(node.operator, named(left, labels), right)
+        if _is_of_rows(left, x):
+            return g.apply(node.operator, left, named(right, labels))
+    return g.sum(g.pick(x, labels), -1)
+
+
+def _is_of_rows(number: Tensor, x: Tensor) -> bool:
+    """True for numbers of the rows of x, one of each."""
+    return number.shape == (*x.shape[:-1], 1) and x.shape[-1] != 1
 
 
 def _limits(table: torch.Tensor, dim: int, backwards: bool) -> Within:

@@ -69,10 +69,8 @@ class NegativeLogLikelihood(Entry):
         values, labels, rows = labelled(b, node, (x, a["target"]), within)
         slots = (*rows, None)
         weight = b.g.label_weight(labels, count, ignored)
-        picked = b.g.mul(named(values, labels), -1.0)
-        if 0 <= ignored < count:  # a class: what it names may be infinite
-            picked = b.g.apply("keep", weight, picked)
-        losses = b.g.mul(weight, picked)
+        # rows that are ignored may hold anything
+        losses = b.g.apply("keep", weight, b.g.mul(named(values, labels), -1.0))
         if a["reduction"] == _OF_ROWS:
             return Built(losses, slots), None
         total = self._total(b, node, losses, slots)

@@ -33,6 +33,7 @@ from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, nothing_taken
 from cutesuper.torch.compile.rewrite import Call, changed, rewrite
 from cutesuper.torch.compile.selection import decide
+from cutesuper.torch.compile.tables import settle_tables
 from cutesuper.torch.compile.whole import Comparison, Compile
 
 
@@ -138,6 +139,7 @@ def take_regions(
     try:
         without_seeds(gm.graph)
         settle_forms(gm.graph)
+        settle_tables(gm.graph)
         found = partition(gm.graph, constants=unwritten(gm.graph))
         comparison = Comparison(gm, options, compiled)
         decisions = decide(found.regions, options, meanwhile=comparison.begin)
