@@ -52,9 +52,8 @@ def put(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def settle(graph: fx.Graph) -> None:
         own(graph)
         graph.eliminate_dead_code()
-        for node in graph.nodes:
-            if node.target in adds and node.meta["val"].dtype is torch.float32:
-                found.append(node.meta["val"].numel())
+        added = (n.meta["val"] for n in graph.nodes if n.target in adds)
+        found.extend(t.numel() for t in added if t.dtype is torch.float32)
 
     own = tables.settle_tables
     monkeypatch.setattr(backend, "settle_tables", settle)

@@ -407,7 +407,7 @@ def test_random_sums_over_rows(g: Graph) -> None:
 
 
 def test_a_sum_behind_long_rows_is_a_kernel_of_its_own() -> None:
-    """One kernel for all of it reads a row while another is computed on by no block of its own."""
+    """In one kernel for all of it, a multiprocessor has one block, which waits for each row."""
     g = new_kernel_graph()
     x, labels = g.new_input((8192, 128256), "bfloat16"), g.new_input((8192, 1), "int64")
     largest = g.max(x, -1)
