@@ -14,6 +14,7 @@ COLUMNS = ("eager-graph", "compile", "cutesuper-patch", "cutesuper-backend")
 HEADINGS = LABELS | {
     "cutesuper-patch": "**cs.patch**",
     "cutesuper-backend": '**torch.compile(backend="cutesuper")**',
+    "cutesuper-optim": "**the same, cs.optim.AdamW**",
 }
 METHOD = (
     "Milliseconds of a step, median; every implementation is one CUDA graph, and all columns of a "
@@ -64,7 +65,7 @@ def modules_markdown(results: Case) -> str:
 
 
 STEPS_METHOD = (
-    "Forward, loss, backward and AdamW (fused) of models of transformers with random weights, "
+    "Forward, loss, backward and AdamW (PyTorch's fused one) of models of transformers with random weights, "
     "bfloat16, random tokens, sequences x tokens as said. Milliseconds of a step, median of the "
     "wall clock, waiting for each; peak of allocated memory; seconds of the first step with empty "
     "caches / in a second process. Every cell is a process of its own, one after the other on one "

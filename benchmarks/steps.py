@@ -1,7 +1,7 @@
 """``python -m benchmarks steps``: training steps of models as the transformers library has them.
 
-A step is a forward and a backward pass with the model's own loss, and AdamW (fused, on bfloat16
-parameters); tokens are random. What is compiled gives the loss alone: of logits that it gave too, a
+A step is a forward and a backward pass with the model's own loss, and AdamW on bfloat16 parameters:
+PyTorch's (fused), or with ``cutesuper-optim`` that of this library; tokens are random. What is compiled gives the loss alone: of logits that it gave too, a
 backward pass would read a gradient of zeros. Weights are random, extents are those of the published
 configurations, with fewer layers. Every implementation runs in a process of its own, so that its
 memory is its own; a first one whose caches are empty, and a second one that finds what the first
@@ -40,6 +40,8 @@ from benchmarks.workload import DTYPES
 WARM = 3
 TIMED = 20
 TIMEOUT_SECONDS = 300.0
+#: of learning
+RATE = 1e-4
 #: relative difference of losses between implementations that have the same weights and tokens:
 #: two that round otherwise drift apart in 20 steps by less
 CLOSE = 0.01
@@ -89,12 +91,40 @@ def _patched(model: Any) -> Loss:
     return torch.compile(_loss(model))
 
 
-#: the loss of a model of the library, as it is trained
-IMPLEMENTATIONS: dict[str, Callable[[Any], Loss]] = {
-    "compile": lambda model: torch.compile(_loss(model)),
-    "cutesuper-backend": lambda model: torch.compile(_loss(model), backend="cutesuper"),
-    "cutesuper-patch": _patched,
-    "eager": _loss,
+def _backend(model: Any) -> Loss:
+    return torch.compile(_loss(model), backend="cutesuper")
+
+
+def _fused(model: Any) -> torch.optim.Optimizer:
+    cuda = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=RATE, fused=cuda)
+
+
+def _own(model: Any) -> torch.optim.Optimizer:
+    import cutesuper as cs
+
+    return cs.optim.AdamW(model.parameters(), lr=RATE)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Attributes:
+        loss: makes the loss of a model of the library.
+        optimizer: makes the optimizer of its parameters.
+    """
+
+    loss: Callable[[Any], Loss]
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _fused
+
+
+IMPLEMENTATIONS: dict[str, Way] = {
+    "compile": Way(lambda model: torch.compile(_loss(model))),
+    "cutesuper-backend": Way(_backend),
+    "cutesuper-optim": Way(_backend, _own),
+    "cutesuper-patch": Way(_patched),
+    "eager": Way(_loss),
 }
 #: kinds of kernels by their names, for where the time goes
 KERNELS = {
@@ -112,16 +142,14 @@ class Training:
 
     Args:
         recipe: of the model.
-        make: what makes its loss.
+        way: how it is trained.
         device: where.
     """
 
-    def __init__(self, recipe: Recipe, make: Callable[[Any], Loss], device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, way: Way, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
         model = recipe.family.build(device, DTYPES[DTYPE]).train()
-        self.loss = make(model)
-        cuda = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
+        self.loss, self.optimizer = way.loss(model), way.optimizer(model)
         generator = torch.Generator().manual_seed(1)
         shape = (8, recipe.batch, recipe.tokens)
         words = model.config.vocab_size
