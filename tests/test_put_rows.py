@@ -210,7 +210,8 @@ def test_a_norm_stores_the_rows_itself(golden: Any) -> None:
     assert isinstance(plan, RowPlan)
     (view,) = plan.stores.values()
     assert isinstance(view, Indexed)
-    assert (view.count, view.row_stride, view.index.labels) == (32, 64, ("M",))
+    (named,) = view.named
+    assert (named.count, named.stride, named.index.labels) == (32, 64, ("M",))
     # rows of 16 tokens, their places, and the same rows where they belong
     assert plan.moved_bytes == 2 * 16 * 64 + 8 * 16 + 2 * 16 * 64
     golden("plans/put_rows.txt", plan_text("k0", plan))
