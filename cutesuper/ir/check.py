@@ -231,7 +231,8 @@ def _check_put(op: BlockOp, where: str) -> None:
     """Check a store of rows: it has an index for each of its dimensions, and a base.
     The rows have one label."""
     index, base, dim = (op.attributes.get(k) for k in PUTTING)
-    names, dims, mapping = each(index), each(dim), op.attributes["map"]
+    names, mapping = each(index), op.attributes["map"]
+    dims: tuple[Any, ...] = each(dim)
     if "table" in op.attributes:
         raise GraphError(f"{where}: only a load goes through a table of pages")
     if not all(isinstance(name, str) for name in (*names, base)):

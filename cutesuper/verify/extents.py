@@ -225,8 +225,8 @@ def _join_mugraph(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> N
 
 
 def _owners(mu: MuGraph, op: BlockOp, d: int) -> list[tuple[str, int]]:
-    """The tensors, and their dimensions, that dimension d of a load or store is.
-    None if its extent follows from those of two tensors."""
+    """The tensors, each with its dimension, that dimension d of a load or store is.
+    None of them if its extent follows from those of two tensors."""
     name, *integers = op.tensors
     if op.puts:
         dims = each(op.attributes["dim"])

@@ -47,7 +47,7 @@ class Integers:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where rows are put into a tensor.
+    """The places where rows are put into a tensor.
 
     Attributes:
         indices: for each of ``dims`` the place of every row.
@@ -57,13 +57,12 @@ class Places:
     indices: tuple[NDArray[np.int64], ...]
     dims: tuple[int, ...]
 
-    def whole(self, x: Mapping[str, int], rows: Sequence[int]) -> tuple[int, ...]:
+    def whole(self, extents: Mapping[str, int], rows: Sequence[int]) -> tuple[int, ...]:
         """Shape of the tensor, from its extents by name and the shape of the rows."""
         rank = len(rows) + len(self.dims) - 1
-        kept = iter(rows)
-        known = {d: next(kept) for d in row_dims(rank, self.dims)}
-        named = {d: x.get(str(rank - 1 - d), 1) for d in self.dims}
-        return tuple((known | named)[d] for d in range(rank))
+        found = dict(zip(row_dims(rank, self.dims), rows, strict=True))
+        found |= {d: extents.get(str(rank - 1 - d), 1) for d in self.dims}
+        return tuple(found[d] for d in range(rank))
 
     def inside(self, shape: Sequence[int]) -> tuple[NDArray[np.bool_], tuple[Any, ...]]:
         """The rows that have a place in a tensor of this shape, and their places."""

@@ -56,7 +56,8 @@ def each(entry: _Entry | tuple[_Entry, ...]) -> tuple[_Entry, ...]:
 
 def one_or_all(entries: tuple[_Entry, ...]) -> _Entry | tuple[_Entry, ...]:
     """The inverse of `each`: an attribute is no tuple where there is one entry."""
-    return entries if len(entries) > 1 else entries[0]
+    first, *others = entries
+    return entries if others else first
 
 
 #: the greatest float32: kernels compute in float32 for every element type

@@ -333,7 +333,9 @@ class PutRows(Operator):
         dims = each(full["dim"])
         if any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in dims):
             raise OperatorError(f"put_rows(dim={full['dim']!r}): must be an int of at least 0")
-        if not dims or list(dims) != sorted(set(dims)):
+        if not dims:
+            raise OperatorError("put_rows(dim=()): must be an int of at least 0, or several")
+        if list(dims) != sorted(set(dims)):
             raise OperatorError(f"put_rows(dim={full['dim']!r}): several must be in rising order")
         return full | {"dim": one_or_all(dims)}
 

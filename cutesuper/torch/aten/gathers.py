@@ -225,7 +225,7 @@ class PutRows(Entry):
     backwards: ClassVar[bool] = False
 
     def operands(self, a: Arguments) -> Put:
-        """What is put where."""
+        """The tensor, the indices and the rows."""
         dim = a["dim"] % max(1, fake(a["self"]).dim())
         return Put(a["self"], (a["index"],), a["source"], (dim,))
 
@@ -234,11 +234,11 @@ class PutRows(Entry):
         The rows are whole, the indices have integers, one for each row, and the argument is one of
         the program. Either into a new tensor, or in place."""
         put = self.operands(a)
-        into, x, *at = (
-            getattr(n, "meta", {}).get("val") for n in (put.base, put.rows, *put.indices)
-        )
-        if not (isinstance(into, torch.Tensor) and isinstance(x, torch.Tensor) and at):
+        nodes = (put.base, put.rows, *put.indices)
+        given: list[Any] = [getattr(n, "meta", {}).get("val") for n in nodes]
+        if not put.indices or not all(isinstance(t, torch.Tensor) for t in given):
             return False
+        into, x, *at = given
         if put.base.op not in ("placeholder", "get_attr") or not all(map(_counts_rows, at)):
             return False
         count, order = at[0].shape[0], put.order(into.dim())
@@ -314,6 +314,6 @@ class IndexPut(PutRows):
         return Put(a["self"], indices, a["values"], dims)
 
 
-def _counts_rows(index: Any) -> bool:
+def _counts_rows(index: torch.Tensor) -> bool:
     """True for an index of one dimension, of integers."""
-    return isinstance(index, torch.Tensor) and index.dtype in INDICES and index.dim() == 1
+    return index.dtype in INDICES and index.dim() == 1
