@@ -42,6 +42,7 @@ from cutesuper.torch.compile.backend import compile_graph
 from cutesuper.torch.compile.options import read_options
 from cutesuper.torch.compile.region_operator import key_of, program_of
 from cutesuper.verify.numeric import acceptable, compare
+from examples.llama import decode
 from tests.backends import compiled as run_compiled
 from tests.mutants import change
 from tests.plans import compiled
@@ -640,6 +641,117 @@ def test_compiled_models_put_rows_in_place(fn: Any) -> None:
         call, reports = run_compiled(fn)
         same_results(fn, call)
     assert reports[0].taken == 1 and not reports[0].outside
+
+
+def places_apart(x: Any, cache: Any, rows: Any, at: Any) -> None:
+    cache[rows, :, at] = functional.silu(x).softmax(-1)
+
+
+def places_behind(x: Any, cache: Any, rows: Any, at: Any) -> None:
+    cache[:, :, rows, at] = x.softmax(-1)
+
+
+def places_in_front(x: Any, cache: Any, rows: Any, at: Any) -> None:
+    cache[rows, at] = x.softmax(-1)
+
+
+def places_between(x: Any, cache: Any, rows: Any, at: Any) -> None:
+    cache[:, rows, at] = x.softmax(-1)
+
+
+def places_far_apart(x: Any, cache: Any, rows: Any, at: Any) -> None:
+    cache[:, rows, :, at] = x.softmax(-1)
+
+
+#: a function, and the shapes of the rows and of the tensor
+APART: list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = [
+    (places_apart, (4, 3, 64), (5, 3, 16, 64)),
+    (places_apart, (1, 3, 64), (1, 3, 16, 64)),
+    (places_in_front, (4, 3, 64), (5, 16, 3, 64)),
+    (places_in_front, (1, 3, 64), (1, 16, 3, 64)),
+    (places_between, (3, 4, 64), (3, 5, 16, 64)),
+    (places_behind, (3, 64, 4), (3, 64, 5, 16)),
+    (places_far_apart, (4, 3, 64), (3, 5, 64, 16)),
+]
+
+
+@pytest.mark.parametrize(("fn", "rows", "base"), APART)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_models_put_rows_at_places_of_two_indices(
+    fn: Callable[..., Any], rows: tuple[int, ...], base: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    torch.compiler.reset()  # extents that differ from those of an earlier call would be open
+    x, cache = torch.randn(rows).to(dtype), torch.randn(base).to(dtype)
+    count = rows[{places_between: 1, places_behind: 2}.get(fn, 0)]
+    at = torch.tensor([-1, 3, 0, -2])[:count], torch.tensor([15, -16, 3, 7])[:count]
+    mine = cache.clone()
+    with torch.no_grad():
+        call, reports = run_compiled(fn)
+        call(x, mine, *at)
+        fn(x, cache, *at)
+    torch.testing.assert_close(mine, cache)
+    assert reports[0].taken == 1 and not reports[0].outside
+    assert any(len(r.reads) == 4 for r in reports[0].regions)
+
+
+def an_index_of_two_dimensions(x: Any, cache: Any, at: Any) -> None:
+    cache[at[:, None], at[None]] = x.softmax(-1)
+
+
+def a_mask_and_an_index(x: Any, cache: Any, at: Any) -> None:
+    cache[cache[:, 0, 0] > 1e9, at[:1]] = x.softmax(-1)
+
+
+@pytest.mark.parametrize("fn", [an_index_of_two_dimensions, a_mask_and_an_index])
+def test_other_indices_stay_pytorchs(fn: Callable[..., Any]) -> None:
+    torch.compiler.reset()
+    given = torch.randn(64), torch.randn(32, 16, 64), torch.tensor([3, 1, 0, -2])
+    mine = [t.clone() for t in given]
+    with torch.no_grad():
+        call, reports = run_compiled(fn)
+        call(*mine)
+        fn(*given)
+    torch.testing.assert_close(mine[1], given[1])
+    assert any("index_put" in o.reason for o in reports[0].outside)
+
+
+def step_of(batch: int) -> tuple[torch.Tensor, decode.Place, decode.Cache]:
+    """Projections, the places and the cache of one layer of a small Llama."""
+    groups, head, capacity = 2, 64, 16
+    positions = torch.randperm(capacity)[:batch]
+    angles = decode.angles(positions, head)
+    cos, sin = (t.to(torch.bfloat16)[:, None] for t in (angles.cos(), angles.sin()))
+    mask = torch.zeros(batch, 1, 1, capacity)
+    place = decode.Place(torch.arange(batch), positions, positions.int() + 1, cos, sin, mask)
+    cache = decode.Cache(*(torch.randn(batch, groups, capacity, head).bfloat16() for _ in range(2)))
+    return torch.randn(batch, (4 + 2 * groups) * head).bfloat16(), place, cache
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_positions_and_the_append_of_a_step_are_one_kernel(batch: int) -> None:
+    qkv, place, cache = step_of(batch)
+    given, mine = (decode.Cache(*(t.clone() for t in cache)) for _ in range(2))
+    reports: list[Any] = []
+    options = read_options({"take": "modelled", "target": "h200"})
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return compile_graph(gm, inputs, options, reports.append)
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        found = torch.compile(decode.turn, backend=backend, fullgraph=True)(qkv, place, mine)
+        theirs = decode.turn(qkv, place, given)
+        exact = [t.double() for t in cache]
+        turned = place._replace(cos=place.cos.double(), sin=place.sin.double())
+        want = decode.turn(qkv.double(), turned, decode.Cache(*exact))
+    for out, eager, precise in ((found, theirs, want), *zip(mine, given, exact, strict=True)):
+        report = acceptable(out, precise, eager, torch.bfloat16)
+        assert report, report.message
+    [region] = reports[0].regions
+    assert region.verdict.taken and len(region.verdict.kernels) == 1
+    # only the factors of half a row are made whole elsewhere
+    assert [o.operators for o in reports[0].outside] == [2]
+    assert not any("index_put" in o.reason for o in reports[0].outside)
 
 
 def test_what_is_read_before_it_is_changed_stays_pytorchs() -> None:

@@ -72,18 +72,15 @@ def _turn_whole(
         found: what it is.
         whole: by factors of a half those of both that were made before.
     """
-    rows, last = found.rows, len(node.meta["val"].shape) - 1
-    half = node.meta["val"].shape[-1] // 2
+    rows, half = found.rows, node.meta["val"].shape[-1] // 2
     with graph.inserting_before(node):
         for factor in (found.cos, found.sin):
             if factor not in whole:
-                ends = [factor, factor]
-                dim = len(factor.meta["val"].shape) - 1
-                whole[factor] = _made(graph, factor, _aten.cat.default, ends, dim)
-        first = _made(graph, node, _aten.slice.Tensor, rows, last, 0, half)
-        second = _made(graph, node, _aten.slice.Tensor, rows, last, half, 2 * half)
+                whole[factor] = _made(graph, node, _aten.cat.default, [factor, factor], -1)
+        first = _made(graph, node, _aten.slice.Tensor, rows, -1, 0, half)
+        second = _made(graph, node, _aten.slice.Tensor, rows, -1, half, 2 * half)
         negative = _made(graph, node, _aten.neg.default, second)
-        turned = _made(graph, node, _aten.cat.default, [negative, first], last)
+        turned = _made(graph, node, _aten.cat.default, [negative, first], -1)
         parts = (
             _made(graph, node, _aten.mul.Tensor, rows, whole[found.cos]),
             _made(graph, node, _aten.mul.Tensor, turned, whole[found.sin]),
