@@ -385,6 +385,20 @@ def appended(sequences: int, dtype: str = "bfloat16") -> KernelGraph:
     return named_twice(lambda g, x: g.rms_norm(x), base, sequences, (0, 2), dtype=dtype)
 
 
+def turned(sequences: int) -> KernelGraph:
+    """Queries and fewer keys get positions; keys and values go into caches."""
+    g = cs.new_kernel_graph()
+    caches = [g.new_input((sequences, 2, 16, 64), "bfloat16") for _ in range(2)]
+    at = tuple(g.new_input((sequences,), "int64") for _ in range(2))
+    q, k, v = (g.new_input((sequences, n, 64), "bfloat16") for n in (4, 2, 2))
+    cos, sin = (g.new_input((sequences, 1, 64), "bfloat16") for _ in range(2))
+    q, k = (x * cos + g.rotate_half(x) * sin for x in (q, k))
+    for cache, rows in zip(caches, (k, v), strict=True):
+        g.mark_output(g.put_rows(cache, at, rows, dim=(0, 2)))
+    g.mark_output(q)
+    return g
+
+
 def decoded() -> KernelGraph:
     """A step of decoding sequences of different lengths."""
     g = cs.new_kernel_graph()
@@ -441,6 +455,8 @@ PROGRAMS: dict[str, tuple[Callable[[], KernelGraph], int]] = {
     "heads of a product by two": (
         lambda: named_twice(of_heads, (4, 3, 16, 64), 8, (1, 2), 8, 64), 1),
     "read afterwards by two": (decoded, 3),
+    "positions of sequences": (lambda: turned(5), 1),
+    "positions of one sequence": (lambda: turned(1), 1),
 }  # fmt: skip
 
 
@@ -523,6 +539,8 @@ SMALL = [
     "keys of sequences",
     "keys of one sequence",
     "keys, float32",
+    "positions of sequences",
+    "positions of one sequence",
     "places side by side",
     "columns by two indices",
     "elements by two indices",
