@@ -164,6 +164,52 @@ def test_only_halves_in_zeros_are_turned(
     assert any(n.target is aten.cat.default for n in graph.nodes) == changed
 
 
+class Halves(nn.Module):
+    """Rotary positions with factors for half a row, and wrong ones."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+        a, b = x.chunk(2, dim=-1)
+        parts = {
+            "forth": lambda: (a * cos - b * sin, a * sin + b * cos),
+            "other order": lambda: (cos * a - sin * b, b * cos + sin * a),
+            "back": lambda: (a * cos + b * sin, b * cos - a * sin),
+            "both added": lambda: (a * cos + b * sin, b * cos + a * sin),
+            "the wrong one subtracted": lambda: (b * sin - a * cos, a * sin + b * cos),
+            "one factor": lambda: (a * cos - b * cos, a * sin + b * sin),
+            "one half": lambda: (a * cos - a * sin, b * sin + b * cos),
+            "halves in the other place": lambda: (b * cos - a * sin, b * sin + a * cos),
+        }
+        return torch.cat(parts[self.kind](), dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "turned"),
+    [("forth", True), ("other order", True), ("back", True), ("both added", False),
+     ("the wrong one subtracted", False), ("one factor", False), ("one half", False),
+     ("halves in the other place", False)],
+)  # fmt: skip
+def test_halves_with_factors_of_a_half_are_turned_whole(kind: str, turned: bool) -> None:
+    """Bits do not change; what is no rotation stays as it is."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = torch.randn(2, 4, 8), torch.randn(2, 1, 4), torch.randn(4)
+    model = Halves(kind)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        traced = make_fx(model)(*map(mode.from_tensor, given))
+    settle_forms(traced.graph)
+    traced.graph.eliminate_dead_code()
+    traced.graph.lint()
+    traced.recompile()
+    assert torch.equal(traced(*given), model(*given))
+    negations = [n for n in traced.graph.nodes if n.target is aten.neg.default]
+    assert bool(negations) == turned
+
+
 def choice(other: bool) -> fx.Graph:
     """A choice between two forms by whether scores are finite, or whether something else is."""
     graph = fx.Graph()

@@ -168,7 +168,8 @@ def test_a_norm_reads_the_rows_itself() -> None:
     plan = make_plan(step, mu.tensors, H200)
     assert isinstance(plan, RowPlan)
     (view,) = (v for v in plan.loads.values() if isinstance(v, Indexed))
-    assert (view.count, view.row_stride, view.index.labels) == (100, 64, ("M",))
+    (named,) = view.named
+    assert (named.count, named.stride, named.index.labels) == (100, 64, ("M",))
     # of a table of 12.8 KB the rows of 16 tokens, their places, weights and results
     assert plan.moved_bytes == 2 * 16 * 64 + 8 * 16 + 2 * 64 + 2 * 16 * 64
     with pytest.raises(LoweringError, match="only a row kernel reads rows through an index"):
@@ -232,7 +233,7 @@ def test_kernels_read_an_index_for_each_element(name: str) -> None:
     plan = make_plan(mu.steps[0], mu.tensors, H200)
     assert isinstance(plan, RowPlan)
     (view,) = plan.loads.values()
-    assert isinstance(view, Indexed) and plan.column in view.index.labels
+    assert isinstance(view, Indexed) and plan.column in view.named_by
     assert compiled_plan(plan).cubin
 
 

@@ -26,7 +26,7 @@ from cutesuper.ir.border import PartOf
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Shape
 from cutesuper.ir.dtypes import DType, float32
-from cutesuper.ir.operators.base import Attributes, Items, Operator, facets
+from cutesuper.ir.operators.base import Attributes, Items, Operator, facets, one_or_all
 from cutesuper.ir.precision import precision_of
 from cutesuper.ir.relations import Classes
 
@@ -137,21 +137,30 @@ class TakenRows:
 
 @dataclass(frozen=True)
 class PutRows:
-    """An output of a region that is put into a tensor, at the places that an index names.
+    """An output of a region that is put into a tensor, at the places that indices name.
 
     Attributes:
         output: the output; its shape is that of the rows.
         base: shape of the tensor.
-        index: shape of the index.
-        index_dtype: its element type.
-        dim: the dimension whose places it names.
+        index: shape of each index.
+        index_dtypes: their element types.
+        dims: the dimension whose places each of them names.
     """
 
     output: int
     base: Shape
     index: Shape
-    index_dtype: DType
-    dim: int
+    index_dtypes: tuple[DType, ...]
+    dims: tuple[int, ...]
+
+    def places(self) -> tuple[str, ...]:
+        """Names of the indices in programs of the region."""
+        return place_names(self.output, len(self.dims))
+
+
+def place_names(output: int, count: int) -> tuple[str, ...]:
+    """Names of the indices by which an output of a region is put into a tensor."""
+    return tuple(f"place{output}" + (f"_{k}" if k else "") for k in range(count))
 
 
 LabelMap = tuple[str | None, ...]
@@ -201,20 +210,21 @@ class LabelledProgram:
         dims: extent of every label, those of the first output first and in its order.
         ops: loads and operators.
         outputs: for each output the operation and the label of each stored dimension.
-        put: the outputs that are put into a tensor, with the dimension whose places an index names.
+        put: the outputs that are put into a tensor, with the dimensions whose places indices name.
     """
 
     dims: dict[str, Dim]
     ops: tuple[LabelledOp, ...]
     outputs: tuple[tuple[int, LabelMap], ...]
-    put: tuple[tuple[int, int], ...] = ()
+    put: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def store(self, n: int) -> Attributes:
         """Attributes of the store of an output."""
         attributes: Attributes = {"tensor": f"out{n}", "map": self.outputs[n][1]}
-        for output, dim in self.put:
+        for output, dims in self.put:
             if output == n:
-                attributes |= {"index": f"place{n}", "base": f"base{n}", "dim": dim}
+                index = one_or_all(place_names(n, len(dims)))
+                attributes |= {"index": index, "base": f"base{n}", "dim": one_or_all(dims)}
         return attributes
 
     @cached_property
@@ -611,7 +621,7 @@ class _Unification:
         order += [n for op in ops if op.kind == LOAD for n in op.attributes["map"] if n]
         extents = {name: self.extents[r] for r, name in self.names.items()}
         dims = {n: extents[n] for n in dict.fromkeys(order)}
-        put = tuple((p.output, p.dim) for p in self.region.put)
+        put = tuple((p.output, p.dims) for p in self.region.put)
         return LabelledProgram(dims, tuple(ops), outputs, put)
 
     def view(self, view: View) -> list[Slot]:

@@ -17,7 +17,7 @@ before: ``rms(X) @ W`` as two kernels; after, as one block program::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -27,7 +27,7 @@ from typing import Any
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.ir.dtypes import DType, float32, int64
-from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, facets
+from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, each, facets
 from cutesuper.ir.operators.monoid import monoid
 
 
@@ -109,8 +109,8 @@ class BlockOp:
             ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor.
             One of partial results that are pairs (`PAIR`) has ``pairs=True``. A ``store`` that puts
             rows into a tensor has the name of the ``index``, the dimension ``dim`` whose places
-            it names, and as ``base`` the input that ``tensor`` is but for these rows; ``map`` is
-            that of the rows. Element-wise operators: their own.
+            it names (or tuples of both, for several), and as ``base`` the input that ``tensor`` is
+            but for these rows; ``map`` is that of the rows. Element-wise operators: their own.
     """
 
     kind: str
@@ -126,8 +126,8 @@ class BlockOp:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the tensors of a load or store, its own first.
-        The other one, if any, has the integers through which it reads."""
-        return tuple(self.attributes[k] for k in NAMES if k in self.attributes)
+        The others, if any, have the integers through which it reads or writes."""
+        return tuple(n for k in NAMES if k in self.attributes for n in each(self.attributes[k]))
 
     @property
     def gathering(self) -> Operator | None:
@@ -163,6 +163,11 @@ class BlockOp:
             8  accumulate max (7) over N.loop   10  accumulate sum (9, 7, 8) over N.loop
         """
         return self.kind in ENDING and len(self.inputs) == 3
+
+
+def with_names(names: str | tuple[str, ...], new: Callable[[str], Any]) -> Any:
+    """The names that an attribute has, one or several, replaced by others."""
+    return tuple(map(new, names)) if isinstance(names, tuple) else new(names)
 
 
 def mapped_labels(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -457,8 +462,8 @@ class MuGraph:
         def renamed(op: BlockOp) -> dict[str, Any]:
             """Attributes with new names.
             Those of a load or store name a tensor, and the integers through which it is read."""
-            named = {k: name(op.attributes[k]) for k in NAMES if k in op.attributes}
-            return {**op.attributes, **named}
+            given = {k: op.attributes[k] for k in NAMES if k in op.attributes}
+            return {**op.attributes, **{k: with_names(v, name) for k, v in given.items()}}
 
         def spec(t: TensorSpec) -> TensorSpec:
             part = t.part and replace(t.part, of=name(t.part.of))

@@ -31,7 +31,8 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.dims import Shape, Symbol, extent, show_shape
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import TABLE, Operator, lookup
+from cutesuper.ir.operators.base import TABLE, Operator, each, lookup
+from cutesuper.ir.operators.index import rows_of
 from cutesuper.ir.operators.monoid import monoid
 from cutesuper.ir.precision import PRECISIONS, precision_of
 
@@ -227,17 +228,24 @@ def _check_attributes(op: BlockOp, where: str) -> None:
 
 
 def _check_put(op: BlockOp, where: str) -> None:
-    """Check a store of rows: it has an index, a base and a dimension, with one label."""
+    """Check a store of rows: it has an index for each of its dimensions, and a base.
+    The rows have one label."""
     index, base, dim = (op.attributes.get(k) for k in PUTTING)
+    names, mapping = each(index), op.attributes["map"]
+    dims: tuple[Any, ...] = each(dim)
     if "table" in op.attributes:
         raise GraphError(f"{where}: only a load goes through a table of pages")
-    if not isinstance(index, str) or not isinstance(base, str):
+    if not all(isinstance(name, str) for name in (*names, base)):
         raise GraphError(f"{where}: index={index!r} and base={base!r} must be names of tensors")
-    mapping = op.attributes["map"]
-    if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim < len(mapping):
-        raise GraphError(f"{where}: dim={dim!r} must be one of its {len(mapping)} dimensions")
-    if isinstance(mapping[dim], tuple):
-        raise GraphError(f"{where}: the rows, dimension {dim}, must have a label of their own")
+    rank = len(mapping) + len(dims) - 1
+    if any(isinstance(d, bool) or not isinstance(d, int) or not 0 <= d < rank for d in dims):
+        raise GraphError(f"{where}: dim={dim!r} must be one of its {rank} dimensions")
+    if len(names) != len(dims) or not dims or list(dims) != sorted(set(dims)):
+        raise GraphError(
+            f"{where}: dim={dim!r} must be as many dimensions, in rising order, as {index!r}"
+        )
+    if isinstance(mapping[dims[0]], tuple):
+        raise GraphError(f"{where}: the rows, dimension {dims[0]}, must have a label of their own")
 
 
 def _check_through(op: BlockOp, where: str) -> None:
@@ -594,8 +602,9 @@ def _gathered(mu: MuGraph, op: BlockOp, operator: Operator, where: str) -> Shape
 
 def _put(mu: MuGraph, op: BlockOp, where: str) -> Shape:
     """Shape of the rows that a store puts into an output."""
-    name, index, base = (op.attributes[k] for k in ("tensor", "index", "base"))
-    for given in (index, base):
+    name, *indices = op.tensors
+    base, dims = op.attributes["base"], each(op.attributes["dim"])
+    for given in (*indices, base):
         if given not in mu.inputs:
             raise GraphError(f"{where}: {given} is no input; an index and what rows go into are")
     if name not in mu.outputs:
@@ -606,13 +615,22 @@ def _put(mu: MuGraph, op: BlockOp, where: str) -> Shape:
             f"{where}: {name} is {made.dtype}{show_shape(made.shape)}, and {base}, which it is "
             f"but for the rows, is {into.dtype}{show_shape(into.shape)}"
         )
-    dim, places = op.attributes["dim"], mu.tensors[index].shape
-    if len(places) != 1 or isinstance(into.shape[dim], Symbol):
-        raise GraphError(
-            f"{where}: {index}{show_shape(places)} must have one dimension, and the extent "
-            f"{into.shape[dim]} of {base} must be a number"
-        )
-    return (*into.shape[:dim], *places, *into.shape[dim + 1 :])
+    if len(into.shape) <= dims[-1]:
+        raise GraphError(f"{where}: {base} has {len(into.shape)} dimensions, and dim={dims}")
+    places = mu.tensors[indices[0]].shape
+    for index, d in zip(indices, dims, strict=True):
+        shape = mu.tensors[index].shape
+        if len(shape) != 1 or isinstance(into.shape[d], Symbol):
+            raise GraphError(
+                f"{where}: {index}{show_shape(shape)} must have one dimension, and the extent "
+                f"{into.shape[d]} of {base} must be a number"
+            )
+        if shape != places:
+            raise GraphError(
+                f"{where}: {index}{show_shape(shape)} and {indices[0]}{show_shape(places)} must "
+                "have one shape"
+            )
+    return rows_of(into.shape, dims, places[0])
 
 
 def _check_integers(mu: MuGraph, step: KernelStep, pairs: Collection[str]) -> None:
@@ -648,13 +666,14 @@ def _check_integers(mu: MuGraph, step: KernelStep, pairs: Collection[str]) -> No
             raise GraphError(f"{where}: {name} is {dtype}, and only lengths, tables and labels are")
         if operator is None:
             continue
-        through, allowed = op.tensors[1], " or ".join(d.name for d in operator.integer_types)
-        if integers or mu.tensors[through].dtype not in operator.integer_types:
-            of = "cache" if operator.through == "table" else "table"
-            raise GraphError(
-                f"{where}: the {operator.through or 'index'} {through} must be {allowed}, the {of} "
-                f"{name} must not"
-            )
+        allowed = " or ".join(d.name for d in operator.integer_types)
+        for through in op.tensors[1:]:
+            if integers or mu.tensors[through].dtype not in operator.integer_types:
+                of = "cache" if operator.through == "table" else "table"
+                raise GraphError(
+                    f"{where}: the {operator.through or 'index'} {through} must be {allowed}, the "
+                    f"{of} {name} must not"
+                )
 
 
 def _check_places(ops: Sequence[BlockOp], where: str) -> None:

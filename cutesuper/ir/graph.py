@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, ClassVar
 
 from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
 from cutesuper.ir.arguments import check_options, shown
 from cutesuper.ir.dims import Dim, Shape, Symbol, extent, show_shape
 from cutesuper.ir.dtypes import ALL, DType, as_dtype, float16, float32
-from cutesuper.ir.operators.base import CONSTANT, INPUT, Attributes, Operator, facets, lookup
+from cutesuper.ir.operators.base import (
+    CONSTANT,
+    INPUT,
+    Attributes,
+    Operator,
+    each,
+    facets,
+    lookup,
+)
 from cutesuper.ir.operators.builders import NamedOperators
 
 
@@ -403,7 +412,7 @@ class KernelGraph(NamedOperators):
         for n in self.nodes:
             rows = self.nodes[n.inputs[1]].shape[0] if n.facets.puts else 0
             if isinstance(rows, Symbol):
-                yield rows, extent(n.shape[n.attributes["dim"]])
+                yield rows, prod(extent(n.shape[d]) for d in each(n.attributes["dim"]))
 
     def _append(self, node: Node) -> Tensor:
         self.nodes.append(node)
@@ -490,15 +499,16 @@ def _check_kinds(op: Operator, args: list[Tensor]) -> None:
     Raises:
         DTypeError, GraphError: naming the operand.
     """
+    integers = op.integers_among(len(args))
     for k, t in enumerate(args):
         taken = t.dtype in op.integer_types and t.node.operator == INPUT
-        if k in op.integers and not taken:
+        if k in integers and not taken:
             names = [d.name for d in op.integer_types]
             raise DTypeError(
                 f"{op.name}: operand {k}, {t!r}, must be an {' or '.join(names)} input; use "
                 f"new_input(dims=, dtype={names[0]!r})"
             )
-        if k not in op.integers and t.dtype.integer:
+        if k not in integers and t.dtype.integer:
             raise DTypeError(
                 f"{op.name}: operand {k}, {t!r}, is {t.dtype}, which only lengths (length_mask, "
                 "scaled_dot_product_attention), tables (gather_pages), indices (take_rows, "

@@ -113,7 +113,7 @@ def phrase(program: BlockProgram, index: int) -> str:
     op = program.ops[index]
     attributes = op.attributes
     if op.kind in (LOAD, STORE):
-        return f"{op.kind} {' through '.join(op.tensors)}"
+        return f"{op.kind} {_tensors(op)}"
     if op.kind in ENDING:
         verb = op.kind.removesuffix("_reduce")
         how = "rescaled sum" if op.rescaled else attributes["op"]
@@ -133,12 +133,18 @@ def call(program: BlockProgram, index: int) -> str:
     if op.kind == LOAD:
         return phrase(program, index)
     if op.kind == STORE:
-        return f"store {operands} -> {' through '.join(op.tensors)}"
+        return f"store {operands} -> {_tensors(op)}"
     if op.kind in ENDING or "over" in op.attributes:
         name, _, rest = phrase(program, index).partition(" ")
         return f"{name}({operands}) {rest}"
     given = ", ".join(f"{k}={v}" for k, v in op.attributes.items())
     return f"{op.kind}({', '.join(filter(None, [operands, given]))})"
+
+
+def _tensors(op: BlockOp) -> str:
+    """The tensor of a load or store, and the integers through which it is read or written."""
+    name, *integers = op.tensors
+    return f"{name} through {' and '.join(integers)}" if integers else name
 
 
 def constant(program: BlockProgram, index: int) -> str:

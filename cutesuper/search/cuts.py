@@ -31,7 +31,7 @@ from cutesuper.ir.border import Border, PartOf
 from cutesuper.ir.dims import Shape, extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import INPUT, Counts, Items, lookup
+from cutesuper.ir.operators.base import INPUT, Counts, Items, each, lookup
 from cutesuper.ir.relations import ordered
 from cutesuper.ir.rounding import comparisons, elements_of, narrow
 from cutesuper.search.region import Way
@@ -52,14 +52,14 @@ class Segment:
 
     ``through``: for each tensor that is read through integers, their name: a table of pages, or an
     index of rows. ``put``: for each output of `Region.put` the names of the tensor that the rows
-    are put into, and of the index. ``early``: true if it stores a value of `Flat.unfinished`.
+    are put into, and of the indices. ``early``: true if it stores a value of `Flat.unfinished`.
     """
 
     region: Region
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     through: tuple[str | None, ...]
-    put: tuple[tuple[str, str], ...] = ()
+    put: tuple[tuple[str, tuple[str, ...]], ...] = ()
     early: bool = False
 
 
@@ -248,15 +248,16 @@ class Flat:
         table, index = (self.graph.nodes[j] for j in node.inputs)
         return table.shape, index.shape, index.dtype
 
-    def put(self, value: int) -> tuple[Shape, Shape, DType, int] | None:
-        """The tensor, index and dimension of rows that are put into a tensor.
-        Shape of the tensor and of the index, type of the index, and the dimension whose places it
-        names."""
+    def put(self, value: int) -> tuple[Shape, Shape, tuple[DType, ...], tuple[int, ...]] | None:
+        """The tensor, indices and dimensions of rows that are put into a tensor.
+        Shape of the tensor and of each index, types of the indices, and the dimensions whose
+        places they name."""
         node = self.graph.nodes[value]
         if not node.facets.puts:
             return None
-        base, index = (self.graph.nodes[j] for j in node.inputs[:2])
-        return base.shape, index.shape, index.dtype, node.attributes["dim"]
+        base, *indices = (self.graph.nodes[j] for j in node.inputs[:-1])
+        dtypes, dims = tuple(i.dtype for i in indices), each(node.attributes["dim"])
+        return base.shape, indices[0].shape, dtypes, dims
 
     @cached_property
     def parts(self) -> dict[str, PartOf]:
@@ -468,8 +469,10 @@ class Flat:
         return _SegmentBuilder(self, tuple(sorted(members))).build()
 
     def whole(self) -> tuple[Region, dict[int, int]]:
-        """The region of all operators, and the number that each value has in it."""
-        builder = _SegmentBuilder(self, tuple(sorted(self.order)))
+        """The region of all operators, and the number that each value has in it.
+        Not of those that put rows somewhere: what uses the tensor is in a kernel after them."""
+        puts = (i for i in self.order if self.graph.nodes[i].facets.puts)
+        builder = _SegmentBuilder(self, tuple(sorted(set(self.order).difference(puts))))
         return builder.build().region, builder.index
 
     def describe(self, i: int) -> str:
@@ -526,15 +529,25 @@ class _SegmentBuilder:
         )
         through = tuple(map(flat.through, self.inputs))
         puts = (nodes[v.value] for v, _, _ in stored if nodes[v.value].facets.puts)
-        put = tuple((nodes[n.inputs[0]].name, nodes[n.inputs[1]].name) for n in puts)
+        named = ([nodes[j].name for j in n.inputs[:-1]] for n in puts)
+        put = tuple((base, tuple(indices)) for base, *indices in named)
         early = any(v.value in flat.unfinished for v, _, _ in stored)
         return Segment(region, reads, tuple(name for _, name, _ in stored), through, put, early)
 
     def _op(self, i: int) -> RegionOp:
         node = self.flat.graph.nodes[i]
         operands = tuple(View(self.index[v.value], v.order) for v in self.flat.operands(i))
-        shape = self.flat.graph.nodes[node.inputs[-1]].shape if node.facets.puts else node.shape
+        shape = self.flat.graph.nodes[self._kept(i)].shape
         return RegionOp(node.operator, operands, self.flat.attributes[i], shape)
+
+    def _kept(self, i: int) -> int:
+        """The node whose elements a kernel stores for a value: rows that are put somewhere."""
+        node = self.flat.graph.nodes[i]
+        return node.inputs[-1] if node.facets.puts else i
+
+    def _plain(self, i: int) -> View:
+        """A value in the order of its own dimensions, as a kernel stores it."""
+        return View(i, tuple(range(len(self.flat.graph.nodes[self._kept(i)].shape))))
 
     def _stored(self) -> Iterable[tuple[View, str, DType]]:
         """Values that must outlive the kernel: outputs, and values with users elsewhere."""
@@ -542,12 +555,12 @@ class _SegmentBuilder:
         for n, o in enumerate(flat.graph.outputs):
             if flat.views[o].value in self.inside:
                 names.add(flat.fresh(f"out{n}"))
-                yield flat.views[o], flat.fresh(f"out{n}"), flat.graph.nodes[o].dtype
+                view = self._plain(o) if flat.graph.nodes[o].facets.puts else flat.views[o]
+                yield view, flat.fresh(f"out{n}"), flat.graph.nodes[o].dtype
         for i in self.members:
             elsewhere = any(u not in self.inside for u in flat.users.get(i, ()))
             if elsewhere and flat.stored_as(i) not in names:
-                order = tuple(range(len(flat.graph.nodes[i].shape)))
-                yield View(i, order), flat.stored_as(i), flat.dtype(i)
+                yield self._plain(i), flat.stored_as(i), flat.dtype(i)
 
 
 class _Path(NamedTuple):

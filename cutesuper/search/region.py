@@ -187,7 +187,7 @@ def search_region(
 def tensors_of(region: Region) -> dict[str, TensorSpec]:
     """The tensors of a region's programs: ``in0``, ``in1``, ..., then ``out0``, ``out1``, ....
     The index through which ``in1`` is read is ``index1``, and ``in1`` is the table. Where ``out0``
-    is put into a tensor, ``place0`` is its index."""
+    is put into a tensor, ``place0`` is its index, and ``place0_1`` the second one."""
     shapes = region.inputs + region.output_shapes
     names = [f"in{i}" for i in range(len(region.inputs))]
     names += [f"out{i}" for i in range(len(region.outputs))]
@@ -198,9 +198,10 @@ def tensors_of(region: Region) -> dict[str, TensorSpec]:
         specs[name] = replace(specs[name], shape=t.table)
         specs[index] = TensorSpec(index, t.index, t.index_dtype)
     for p in region.put:
-        name, index = f"out{p.output}", f"place{p.output}"
+        name = f"out{p.output}"
         specs[name] = replace(specs[name], shape=p.base)
-        specs[index] = TensorSpec(index, p.index, p.index_dtype)
+        for index, dtype in zip(p.places(), p.index_dtypes, strict=True):
+            specs[index] = TensorSpec(index, p.index, dtype)
     for name, place in region.parts:
         whole = f"whole of {name}"
         specs[whole] = TensorSpec(whole, place.whole, specs[name].dtype)

@@ -33,6 +33,7 @@ from cutesuper.ir.block import (
     KernelStep,
     MuGraph,
     TensorSpec,
+    with_names,
 )
 from cutesuper.ir.border import inside, whole_mugraph, with_copies
 from cutesuper.ir.check import check_kernel_graph, check_mugraph
@@ -675,8 +676,8 @@ def assemble(flat: Flat, cut: Cut) -> MuGraph:
             name = names[p.name] = flat.fresh(f"partial{len(tensors)}")
             tensors[name] = replace(p, name=name)
         through = {f"in{j}": name for j, name in enumerate(segment.through) if name is not None}
-        for p, (base, index) in zip(segment.region.put, segment.put, strict=True):
-            names |= {f"base{p.output}": base, f"place{p.output}": index}
+        for p, (base, indices) in zip(segment.region.put, segment.put, strict=True):
+            names |= {f"base{p.output}": base, **dict(zip(p.places(), indices, strict=True))}
         for program in way.programs:
             steps.append(KernelStep(f"k{len(steps)}", _renamed(program, names, through)))
         tensors |= _written(segment)
@@ -705,7 +706,8 @@ def _renamed(program: BlockProgram, names: dict[str, str], through: dict[str, st
         how = "table" if op.gathering is None else op.gathering.through
         integers = {how: through[tensor]} if tensor in through else {}
         if op.puts:
-            integers = {k: names[op.attributes[k]] for k in ("index", "base")}
+            own = {k: op.attributes[k] for k in ("index", "base")}
+            integers = {k: with_names(v, names.__getitem__) for k, v in own.items()}
         return replace(op, attributes=op.attributes | {"tensor": names[tensor]} | integers)
 
     return replace(program, ops=tuple(rename(op) for op in program.ops))

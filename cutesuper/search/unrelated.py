@@ -57,7 +57,7 @@ class Unrelated:
             needed = (self._before.get(v.value, frozenset()) for v in flat.operands(i))
             own = frozenset((i,) if i in self._operands else ())
             self._before[i] = own.union(*needed)
-        self._stored = {i: self._sides(i) for i in flat.order}
+        self._stored = {i: self._sides(i) for i in flat.order if i not in self._puts}
         self._outputs = frozenset(flat.views[o].value for o in flat.graph.outputs)
 
     def __call__(self, members: Sequence[int]) -> bool:

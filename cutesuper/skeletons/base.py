@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import gcd, prod
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -35,6 +35,8 @@ from cutesuper.ir.border import PartOf
 from cutesuper.ir.definitions import definitions
 from cutesuper.ir.dims import Dim, Symbol, Tiles, extent
 from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.operators.base import each
+from cutesuper.ir.operators.index import row_dims
 from cutesuper.ir.serial import program_dict
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.cost import Setting, Sized, additive_price
@@ -174,22 +176,43 @@ class Pages(View):
 
 
 @dataclass(frozen=True)
+class Named:
+    """The places along a dimension of a tensor that an index names.
+
+    Attributes:
+        index: the view of the index.
+        count: number of places.
+        stride: distance between neighbouring places, in elements.
+    """
+
+    index: View
+    count: int
+    stride: int
+
+
+@dataclass(frozen=True)
 class Indexed(View):
     """Rows of a table as the block program sees them through an index.
 
     before: ``table[V, D]`` through ``index[M]``, mapped to ``(M, D)``; after: the labels M and D,
     of which D has the stride of a row, and M stride 0: the index gives the places of the rows. For
-    rows that are put into ``table`` it is the same.
+    rows that are put into ``table`` it is the same, and several dimensions may have an index.
 
     Attributes:
-        index: the view of the index.
-        count: number of rows of the table.
-        row_stride: distance between neighbouring rows, in elements.
+        named: the dimensions that have an index; all indices have the same labels.
     """
 
-    index: View
-    count: int
-    row_stride: int
+    named: tuple[Named, ...]
+
+    @property
+    def named_by(self) -> tuple[str, ...]:
+        """The labels of each index."""
+        return self.named[0].index.labels
+
+    @property
+    def step(self) -> int:
+        """Number of elements of which the places that indices name are multiples."""
+        return gcd(*(n.stride for n in self.named))
 
 
 @dataclass(frozen=True)
@@ -300,7 +323,8 @@ class Plan(ABC, Generic[Knobs]):
             return f"rows of {name} at their addresses"
         if not isinstance(view, Indexed):
             return name
-        return f"{name} through {self.arguments[view.index.argument].name}"
+        indices = [self.arguments[n.index.argument].name for n in view.named]
+        return f"{name} through {' and '.join(indices)}"
 
 
 def same_places(
@@ -532,20 +556,27 @@ def _strides(argument: Argument) -> list[int]:
 
 
 def _indexed(table: int, op: BlockOp, arguments: tuple[Argument, ...]) -> Indexed:
-    """The view of a load or store of rows that an index names."""
-    name, mapping, dim = op.attributes["index"], op.attributes["map"], op.attributes.get("dim", 0)
-    place = next(i for i, a in enumerate(arguments) if a.name == name)
-    last, steps = dim + len(arguments[place].shape), _strides(arguments[table])
+    """The view of a load or store of rows that indices name."""
+    mapping, dims = op.attributes["map"], each(op.attributes.get("dim", 0))
+    numbers = {a.name: i for i, a in enumerate(arguments)}
+    places, steps = [numbers[name] for name in op.tensors[1:]], _strides(arguments[table])
+    rows = mapping[dims[0] :][: len(arguments[places[0]].shape)]
 
     def view(argument: int, given: list[tuple[str | None, int]]) -> View:
         kept = [(d, s) for d, s in given if d is not None]
         return View(argument, tuple(d for d, _ in kept), tuple(s for _, s in kept))
 
-    index = view(place, list(zip(mapping[dim:last], _strides(arguments[place]), strict=True)))
-    own = (*steps[:dim], *(0 for _ in mapping[dim:last]), *steps[dim + 1 :])
-    row = view(table, list(zip(mapping, own, strict=True)))
-    count = extent(arguments[table].shape[dim])
-    return Indexed(table, row.labels, row.strides, index, count, steps[dim])
+    named = tuple(
+        Named(
+            view(place, list(zip(rows, _strides(arguments[place]), strict=True))),
+            extent(arguments[table].shape[d]),
+            steps[d],
+        )
+        for place, d in zip(places, dims, strict=True)
+    )
+    own = ([0 for _ in rows] if d == dims[0] else [steps[d]] for d in row_dims(len(steps), dims))
+    row = view(table, list(zip(mapping, chain(*own), strict=True)))
+    return Indexed(table, row.labels, row.strides, named)
 
 
 def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: Schedule) -> str:
@@ -562,7 +593,9 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
     for op in data["ops"]:
         op[3].pop("base", None)  # no argument of the kernel
         for tensor in op[3].keys() & NAMES:
-            op[3][tensor] = names[op[3][tensor]]
+            given = op[3][tensor]
+            several = isinstance(given, list)
+            op[3][tensor] = [names[n] for n in given] if several else names[given]
     key: list[Any] = [data, shapes, schedule_dict(schedule)]
     if any(a.scattered for a in arguments):
         key.append([a.scattered for a in arguments])

@@ -79,7 +79,7 @@ def refuse_index(step: KernelStep, stores: bool = True) -> None:
                 does = "reads rows through an index; take the rows before"
             raise LoweringError(
                 f"kernel {step.name}, {op.kind} of {op.attributes['tensor']} through the index "
-                f"{op.attributes['index']}: only a row kernel {does}"
+                f"{' and '.join(op.tensors[1:])}: only a row kernel {does}"
             )
 
 

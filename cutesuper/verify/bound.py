@@ -21,7 +21,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.ir.unseen import empty_quotients
 from cutesuper.verify.extents import Sizes
-from cutesuper.verify.integers import Integers
+from cutesuper.verify.integers import Integers, Places
 from cutesuper.verify.source import evaluate_graph, names_of
 from cutesuper.verify.tiles import BlockRun, Mapped
 
@@ -231,10 +231,9 @@ class DegreeAlgebra:
         """Parts of an input: everywhere its degree."""
         return _spread(x, _sizes(shape))
 
-    def put(self, x: Degree, places: Any, rows: Degree, shape: tuple[int, ...], dim: int) -> Degree:
+    def put(self, x: Degree, places: Places, rows: Degree, shape: tuple[int, ...]) -> Degree:
         """Either of two values: everywhere the higher degree."""
-        count = x.sizes.get(str(len(shape) - 1 - dim), 1)
-        whole = _sizes((*shape[:dim], count, *shape[dim + 1 :]))
+        whole = _sizes(places.whole(x.sizes, shape))
         both = self.mul(x, rows)
         most = Degree(
             whole, max(x.num, rows.num), max(x.den, rows.den), both.varies,

@@ -23,6 +23,7 @@ from cutesuper.ir.field import (
     uniform_residues,
 )
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
+from cutesuper.verify.integers import Places
 from cutesuper.verify.source import names_of
 from cutesuper.verify.tiles import Mapped, Window
 
@@ -290,14 +291,13 @@ class FieldDomain(FieldAlgebra):
     def put(
         self,
         x: FieldValue,
-        places: NDArray[np.int64],
+        places: Places,
         rows: FieldValue,
         shape: tuple[int, ...],
-        dim: int,
     ) -> FieldValue:
-        """x with rows of this shape at some places of a dimension."""
-        count = x.sizes.get(str(len(shape) - 1 - dim), 1)
-        whole = (*shape[:dim], count, *shape[dim + 1 :])
+        """x with rows of this shape at some places."""
+        whole = places.whole(x.sizes, shape)
+        inside, at = places.inside(whole)
         own = {*names_of(whole), *names_of(shape)}
         beside = tuple(d for d in dict.fromkeys((*x.dims, *rows.dims)) if d not in own)
         more = tuple((x.sizes | rows.sizes)[d] for d in beside)
@@ -308,9 +308,10 @@ class FieldDomain(FieldAlgebra):
             return full.reshape((*more, *to))
 
         def put(r: Residues, s: Residues) -> Residues:
-            made = spread(r, x.dims, whole).copy()
-            at = (slice(None),) * (len(beside) + dim)
-            made[(*at, places)] = spread(s, rows.dims, shape)
+            made, first = spread(r, x.dims, whole).copy(), len(beside)
+            axes = [first + d for d in places.dims]
+            given = np.moveaxis(spread(s, rows.dims, shape), axes[0], 0)
+            np.moveaxis(made, axes, list(range(len(axes))))[at] = given[inside]
             return made.reshape((*more, *(n for n in whole if n != 1)))
 
         q = None if x.q is None or rows.q is None else put(x.q, rows.q)

@@ -18,7 +18,8 @@ from cutesuper.errors import GraphError
 from cutesuper.ir.block import AxisKind, BlockOp, BlockProgram, MuGraph, mapped_labels
 from cutesuper.ir.dims import Dim, ceil_div, extent
 from cutesuper.ir.graph import KernelGraph, Node
-from cutesuper.ir.operators.base import INPUT, TABLE, Counts, lookup
+from cutesuper.ir.operators.base import INPUT, TABLE, Counts, each, lookup
+from cutesuper.ir.operators.index import row_dims
 from cutesuper.ir.relations import Classes
 
 #: parts of an axis; 3 where an order or "all but one" could go unnoticed with 2
@@ -174,8 +175,9 @@ def _join_node(classes: Classes[_Node], graph: KernelGraph, i: int) -> None:
         if shapes[operand][e] != 1 and node.shape[d] != 1:
             classes.join(("s", i, d), ("s", node.inputs[operand], e))
     if node.facets.puts and shapes[1][0] != 1:
-        dim = node.attributes["dim"]
-        classes.join(("s", node.inputs[1], 0), ("s", node.inputs[2], dim))
+        first = each(node.attributes["dim"])[0]
+        for index in node.inputs[1:-1]:
+            classes.join(("s", index, 0), ("s", node.inputs[-1], first))
     if node.facets.contracts:
         a, b = node.inputs
         classes.join(("s", a, len(shapes[0]) - 1), ("s", b, len(shapes[1]) - 2))
@@ -189,10 +191,9 @@ def _same(node: Node, shapes: Sequence[tuple[Dim, ...]]) -> Iterator[tuple[int, 
             if (origin := node.facets.origin(d, len(shapes[1]))) is not None:
                 yield d, *origin
     elif node.facets.puts:
-        for d in range(rank):
-            yield d, 0, d
-            if d != node.attributes["dim"]:
-                yield d, 2, d
+        dims, last = each(node.attributes["dim"]), len(node.inputs) - 1
+        yield from ((d, 0, d) for d in range(rank))
+        yield from ((d, last, e) for e, d in enumerate(row_dims(rank, dims)) if d != dims[0])
     elif lookup(node.operator).integers:  # lengths have the first dimensions of the scores
         yield from ((d, k, d) for k, s in enumerate(shapes) for d in range(len(s)))
     elif node.facets.permutes:
@@ -216,21 +217,25 @@ def _join_mugraph(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> N
     for k, step in enumerate(mu.steps):
         for op in (*step.program.loads(), *step.program.stores()):
             for d, entry in enumerate(op.attributes["map"]):
-                nodes, owner = _nodes(step.program, k, entry), _owner(mu, op, d)
+                nodes = _nodes(step.program, k, entry)
                 # the extents of several are multiplied in `_multiply`, those of pages in `_pages`
-                if len(nodes) < 2 and owner is not None:
-                    classes.join(("t", *owner), nodes[0] if nodes else _ONE)
+                if len(nodes) < 2:
+                    for owner in _owners(mu, op, d):
+                        classes.join(("t", *owner), nodes[0] if nodes else _ONE)
 
 
-def _owner(mu: MuGraph, op: BlockOp, d: int) -> tuple[str, int] | None:
-    """The tensor, and its dimension, that dimension d of a load or store is.
-    None if its extent follows from those of two tensors."""
-    if op.puts and d == op.attributes["dim"]:
-        return op.attributes["index"], 0
+def _owners(mu: MuGraph, op: BlockOp, d: int) -> list[tuple[str, int]]:
+    """The tensors, each with its dimension, that dimension d of a load or store is.
+    None of them if its extent follows from those of two tensors."""
+    name, *integers = op.tensors
+    if op.puts:
+        dims = each(op.attributes["dim"])
+        whole = row_dims(len(mu.tensors[name].shape), dims)[d]
+        return [(index, 0) for index in integers] if d == dims[0] else [(name, whole)]
     if op.gathering is None:
-        return op.attributes["tensor"], d
-    origin = op.gathering.origin(d, len(mu.tensors[op.tensors[1]].shape))
-    return None if origin is None else (op.tensors[origin[0]], origin[1])
+        return [(name, d)]
+    origin = op.gathering.origin(d, len(mu.tensors[integers[0]].shape))
+    return [] if origin is None else [(op.tensors[origin[0]], origin[1])]
 
 
 def _nodes(program: BlockProgram, k: int, entry: Any) -> list[_Node]:
@@ -282,12 +287,13 @@ def _add_pages(classes: Classes[_Node], graph: KernelGraph, extents: dict[_Node,
         if not (n.facets.gathers or n.facets.puts):
             continue
         cache, table = n.inputs[:2]
-        dim, rank = n.attributes.get("dim", 0), len(graph.nodes[table].shape)
-        pages = classes.find(("s", cache, dim))
-        if pages != classes.find(_ONE):
-            used = prod(extents.get(classes.find(("s", table, d)), TILE) for d in range(rank))
-            step = extents.get(pages, 1)  # the rows may have a label, whose axes divide them
-            extents[pages] = step * ceil_div(used + 1, step)
+        rank = len(graph.nodes[table].shape)
+        used = prod(extents.get(classes.find(("s", table, d)), TILE) for d in range(rank))
+        for dim in each(n.attributes.get("dim", 0)):
+            pages = classes.find(("s", cache, dim))
+            if pages != classes.find(_ONE):
+                step = extents.get(pages, 1)  # the rows may have a label, whose axes divide them
+                extents[pages] = step * ceil_div(used + 1, step)
 
 
 def _solve(

@@ -8,7 +8,7 @@ are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Counts, lookup
+from cutesuper.ir.operators.index import row_dims
 
 #: the rows (odd or even ones) that have no label, in the trials in turn
 _TURNS = (0, 1, 1, 0, 1, 0)
@@ -42,6 +43,32 @@ class Integers:
 
     dims: tuple[str, ...]
     data: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The places where rows are put into a tensor.
+
+    Attributes:
+        indices: for each of ``dims`` the place of every row.
+        dims: of the tensor, in rising order; the rows are counted along the first of them.
+    """
+
+    indices: tuple[NDArray[np.int64], ...]
+    dims: tuple[int, ...]
+
+    def whole(self, extents: Mapping[str, int], rows: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the tensor, from its extents by name and the shape of the rows."""
+        rank = len(rows) + len(self.dims) - 1
+        found = dict(zip(row_dims(rank, self.dims), rows, strict=True))
+        found |= {d: extents.get(str(rank - 1 - d), 1) for d in self.dims}
+        return tuple(found[d] for d in range(rank))
+
+    def inside(self, shape: Sequence[int]) -> tuple[NDArray[np.bool_], tuple[Any, ...]]:
+        """The rows that have a place in a tensor of this shape, and their places."""
+        pairs = [(i, shape[d]) for i, d in zip(self.indices, self.dims, strict=True)]
+        known = np.logical_and.reduce([(i >= -n) & (i < n) for i, n in pairs])
+        return known, tuple(index[known] for index in self.indices)
 
 
 def integers_read(graph: KernelGraph) -> set[Counts]:
@@ -123,18 +150,18 @@ def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]
     For labels also the numbers that are none. An input in several roles is a table or an index if
     it is one, so that pages and rows exist."""
     uses = [
-        (n, lookup(n.operator), [graph.nodes[j].shape for j in n.inputs])
+        (n, lookup(n.operator), [graph.nodes[j].shape for j in n.inputs], k)
         for n in graph.nodes
-        for k in lookup(n.operator).integers
+        for k in lookup(n.operator).integers_among(len(n.inputs))
         if n.inputs[k : k + 1] == (index,)
     ]
-    kinds = {op.counts for _, op, _ in uses}
+    kinds = {op.counts for _, op, _, _ in uses}
     kind = next((c for c in _BY_RANK if c in kinds), Counts.LENGTHS)
     uses = [u for u in uses if u[1].counts == kind]
-    top = min((op.largest(s, n.attributes) for n, op, s in uses), default=0)
+    top = min((op.largest(s, n.attributes, k) for n, op, s, k in uses), default=0)
     if kind != Counts.LABELS:
         return kind, top, ()
-    return kind, top, tuple({k: 0 for n, op, s in uses for k in op.outside(s, n.attributes)})
+    return kind, top, tuple({i: 0 for n, op, s, _ in uses for i in op.outside(s, n.attributes)})
 
 
 def _lengths(rng: np.random.Generator, top: int, count: int, trial: int) -> NDArray[np.int64]:

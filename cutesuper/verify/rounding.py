@@ -8,6 +8,7 @@ type, and stored values to the type of their tensor. `RoundingRun` passes operan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -24,7 +25,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.ir.rounding import Trials, fits, narrow, node_values, proportional
 from cutesuper.verify.extents import SizeChooser, resized_graph
-from cutesuper.verify.integers import Integers, draw_integers
+from cutesuper.verify.integers import Integers, Places, draw_integers
 from cutesuper.verify.narrowing import computed_operands, narrows, product_type
 from cutesuper.verify.tiles import BlockRun, Mapped, Window
 from cutesuper.verify.torchdomain import TorchDomain, TorchValue, align
@@ -273,12 +274,12 @@ class _TrialDomain(TorchDomain):
     def put(
         self,
         x: TorchValue,
-        places: NDArray[np.int64],
+        places: Places,
         rows: TorchValue,
         shape: tuple[int, ...],
-        dim: int,
     ) -> TorchValue:
-        return super().put(x, places, rows, shape, dim + 1)
+        behind = replace(places, dims=tuple(d + 1 for d in places.dims))  # the trials
+        return super().put(x, behind, rows, shape)
 
     def mask(
         self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator

@@ -16,9 +16,9 @@ from cutesuper.errors import VerificationError
 from cutesuper.ir.dims import extent
 from cutesuper.ir.field import DivisionByZero
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import INPUT, Attributes, Operator, facets, lookup
+from cutesuper.ir.operators.base import INPUT, Attributes, Operator, each, facets, lookup
 from cutesuper.ir.unseen import empty_quotients_of_graph
-from cutesuper.verify.integers import without_q
+from cutesuper.verify.integers import Places, without_q
 
 #: name of the contracted dimension while a matrix product runs
 _INNER = "inner"
@@ -106,7 +106,8 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
     if operator.gathers:
         return a.gather(args[0], args[1].data, operator, node.shape)
     if operator.puts:
-        return a.put(args[0], args[1].data, args[2], shapes[2], node.attributes["dim"])
+        places = Places(tuple(x.data for x in args[1:-1]), each(node.attributes["dim"]))
+        return a.put(args[0], places, args[-1], shapes[-1])
     if operator.reduces:
         return _reduce(a, operator, args[0], shapes[0], node.attributes["dim"])
     if operator.contracts:

@@ -32,7 +32,6 @@ from cutesuper.ir.block import (
     ENDING,
     GRID_REDUCE,
     LOAD,
-    PUTTING,
     STORE,
     AxisKind,
     BlockOp,
@@ -41,9 +40,9 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.check import check_block_program, pass_of
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.ir.operators.base import TABLE, Operator
+from cutesuper.ir.operators.base import TABLE, Operator, each
 from cutesuper.ir.operators.monoid import monoid
-from cutesuper.verify.integers import Integers, without_q
+from cutesuper.verify.integers import Integers, Places, without_q
 from cutesuper.verify.source import needs_exponents, turned
 
 #: limit on the elements of one value held at a time; about ten values live at once
@@ -191,9 +190,10 @@ class BlockRun:
         found = self.a.finish(x, mapped)
         if not op.puts:
             return found
-        index, base, dim = (op.attributes[k] for k in PUTTING)
+        indices = tuple(self.tensors[name].data for name in op.tensors[1:])
+        places = Places(indices, each(op.attributes["dim"]))
         shape = tuple(m.extent for m in mapped)
-        return self.a.put(self.tensors[base], self.tensors[index].data, found, shape, dim)
+        return self.a.put(self.tensors[op.attributes["base"]], places, found, shape)
 
     # the walk ------------------------------------------------------------------------------
 

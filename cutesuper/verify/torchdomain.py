@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from cutesuper.ir.block import PUT
 from cutesuper.ir.evaluate import hidden_difference
 from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, lookup
+from cutesuper.verify.integers import Places
 from cutesuper.verify.tiles import Mapped, Window
 
 #: stands for infinity: larger than any number of fp32
@@ -176,15 +177,14 @@ class TorchDomain:
     def put(
         self,
         x: TorchValue,
-        places: NDArray[np.int64],
+        places: Places,
         rows: TorchValue,
         shape: tuple[int, ...],
-        dim: int,
     ) -> TorchValue:
-        """x with rows of this shape at some places of a dimension."""
-        index = torch.from_numpy(places).to(x.data.device)
-        put = lookup(PUT).reference([x.data, index, rows.data], {"dim": dim})
-        return TorchValue(rows.dims, put)
+        """x with rows of this shape at some places."""
+        indices = [torch.from_numpy(index).to(x.data.device) for index in places.indices]
+        put = lookup(PUT).reference([x.data, *indices, rows.data], {"dim": places.dims})
+        return TorchValue(tuple(map(str, range(put.dim()))), put)
 
     def load(self, x: TorchValue, mapped: Sequence[Mapped], window: Window) -> TorchValue:
         """Tiles of a tensor, zero past its end."""

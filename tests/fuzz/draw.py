@@ -525,13 +525,21 @@ def _take_rows(d: Draw, op: Operator) -> None:
 
 @recipe("put_rows")
 def _put_rows(d: Draw, op: Operator) -> None:
+    """Rows for places along a dimension of theirs, and at times of one behind it that they lack."""
     rng, i = d.rng, d.value()
     rows, dtype = d.dims(i), d.made[i].dtype.name
     dim = rng.randrange(len(rows))
-    places = (d.hint if isinstance(rows[dim], Symbol) else rows[dim]) + rng.randint(0, 9)
-    base = d.source((*rows[:dim], places, *rows[dim + 1 :]), dtype=dtype)
-    index = d.source((rows[dim],), "places", rng.choice(("int64", "int32")), places)
-    d.step("put_rows", base, index, i, dim=dim)
+    shape = list(rows)
+    shape[dim] = (d.hint if isinstance(rows[dim], Symbol) else rows[dim]) + rng.randint(0, 9)
+    dims = (dim,)
+    if rng.random() < 0.4:
+        dims = dim, rng.randint(dim + 1, len(rows))
+        shape.insert(dims[1], rng.randint(1, 20))
+    base = d.source(tuple(shape), dtype=dtype)
+    indices = [
+        d.source((rows[dim],), "places", rng.choice(("int64", "int32")), shape[n]) for n in dims
+    ]
+    d.step("put_rows", base, *indices, i, dim=dims if len(dims) > 1 else dim)
 
 
 @recipe("gather_pages")

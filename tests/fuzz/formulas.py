@@ -396,18 +396,25 @@ def _take_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.d
 def _put_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     """Of equal places any row may be stored, and elements of several where these are stored at the
     same time: nothing is known there."""
-    dim, count = a["dim"], m.value(args[0]).shape[a["dim"]]
-    named = [(i, p % count) for i, p in enumerate(args[1].tolist()) if -count <= p < count]
+    dims = a["dim"] if isinstance(a["dim"], tuple) else (a["dim"],)
+    shape, front = m.value(args[0]).shape, tuple(range(len(dims)))
+    counts = [shape[d] for d in dims]
+    named = {
+        i: tuple(p % n for p, n in zip(at, counts, strict=True))
+        for i, at in enumerate(zip(*(index.tolist() for index in args[1:-1]), strict=True))
+        if all(-n <= p < n for p, n in zip(at, counts, strict=True))
+    }
 
     def put(base: Tensor, rows: Tensor) -> Tensor:
         made = base.clone()
-        for i, place in named:
-            made.select(dim, place).copy_(rows.select(dim, i))
+        for i, place in named.items():
+            made.movedim(dims, front)[place] = rows.select(dims[0], i)
         return made
 
-    found, times = m.move(put, args[0], args[2]), Counter(place for _, place in named)
-    several = torch.tensor([times[place] > 1 for place in range(count)])
-    return m.unknown(found, several.unflatten(0, (-1, *[1] * (m.value(found).dim() - dim - 1))))
+    found, several = m.move(put, args[0], args[-1]), torch.zeros(shape, dtype=torch.bool)
+    for place, times in Counter(named.values()).items():
+        several.movedim(dims, front)[place] = times > 1
+    return m.unknown(found, several)
 
 
 @formula("gather_pages")

@@ -46,6 +46,19 @@ if TYPE_CHECKING:
     Cotangents = Sequence[Tensor | None]
 
 Attributes = dict[str, Any]
+_Entry = TypeVar("_Entry")
+
+
+def each(entry: _Entry | tuple[_Entry, ...]) -> tuple[_Entry, ...]:
+    """The entries of an attribute that has one, or several as a tuple."""
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def one_or_all(entries: tuple[_Entry, ...]) -> _Entry | tuple[_Entry, ...]:
+    """The inverse of `each`: an attribute is no tuple where there is one entry."""
+    first, *others = entries
+    return entries if others else first
+
 
 #: the greatest float32: kernels compute in float32 for every element type
 LARGEST = 3.4028234663852886e38
@@ -128,7 +141,8 @@ class Operator:
     joins: ClassVar[bool] = False
     #: all operands have one element type: products, and operators that put tensors together
     one_type: ClassVar[bool] = False
-    #: positions of the integer operands; all others are numbers
+    #: positions of the integer operands; all others are numbers. Where there may be more than
+    #: these, `integers_among` has all
     integers: ClassVar[tuple[int, ...]] = ()
     #: element types of the integer operands
     integer_types: ClassVar[tuple[DType, ...]] = (int32,)
@@ -145,6 +159,10 @@ class Operator:
     #: the result is the first operand, an input, with the last operand at the places that integers
     #: name: the kernel that computes the last operand stores it there
     puts: ClassVar[bool] = False
+
+    def integers_among(self, count: int) -> tuple[int, ...]:
+        """Positions of the integer operands among so many."""
+        return self.integers
 
     @property
     def sums(self) -> bool:
@@ -305,8 +323,8 @@ class Operator:
         """The result for some integers; NaN counts as a number here."""
         raise NotImplementedError
 
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
-        """The largest value of the integer operand that makes a difference."""
+    def largest(self, shapes: list[Shape], attributes: Attributes, operand: int) -> int:
+        """The largest value of an integer operand, of this position, that makes a difference."""
         raise NotImplementedError
 
     def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import OperatorError, ShapeError
-from cutesuper.ir.operators.base import TABLE, Operator, normal_dim
+from cutesuper.ir.operators.base import TABLE, Operator, each, normal_dim
 from cutesuper.ir.precision import EXACT
 
 if TYPE_CHECKING:
@@ -251,19 +251,27 @@ class NamedOperators:
         """
         return self.apply("take_rows", table, index)
 
-    def put_rows(self, base: Tensor, index: Tensor, rows: Tensor, dim: int = 0) -> Tensor:
+    def put_rows(
+        self,
+        base: Tensor,
+        index: Tensor | tuple[Tensor, ...],
+        rows: Tensor,
+        dim: int | tuple[int, ...] = 0,
+    ) -> Tensor:
         """``base`` with ``rows`` at the indexed places of dimension ``dim``: an append to a cache.
 
         Args:
             base: an input.
-            index: an int64 or int32 input [T]; places below 0 count from the end, and rows of
-                places that do not exist are left out. Of equal places either row may be stored.
-            rows: shape of ``base`` with T in the place of dimension ``dim``; of its element type.
-            dim: a dimension of ``base``.
+            index: an int64 or int32 input [T], or one for each of several dimensions; places below
+                0 count from the end, and rows of places that do not exist are left out. Of equal
+                places either row may be stored.
+            rows: shape of ``base`` with T in the place of dimension ``dim``, or of the first of
+                several and without the others; of its element type.
+            dim: a dimension of ``base``, or several in rising order.
 
         The result must be an output of the graph.
         """
-        return self.apply("put_rows", base, index, rows, dim=dim)
+        return self.apply("put_rows", base, *each(index), rows, dim=dim)
 
     def scaled_dot_product_attention(
         self,

@@ -350,7 +350,7 @@ class CrossEntropy(Operator):
             )
         return labels
 
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+    def largest(self, shapes: list[Shape], attributes: Attributes, operand: int) -> int:
         return extent(shapes[0][-1]) - 1
 
     def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
@@ -449,7 +449,7 @@ class ScaledDotProductAttention(Operator):
             LengthMask().shape([masked, shapes[3]], {"causal": attributes["is_causal"]})
         return (*lead, query[-2], value[-1])
 
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+    def largest(self, shapes: list[Shape], attributes: Attributes, operand: int) -> int:
         return extent(shapes[1][-2])
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:

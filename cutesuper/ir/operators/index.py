@@ -9,19 +9,21 @@ log-probability that a cross entropy takes from each row. See
 
 from __future__ import annotations
 
-from math import nan
+from math import nan, prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.errors import GraphError, OperatorError, ShapeError
-from cutesuper.ir.dims import Shape, Symbol, extent, show_shape
+from cutesuper.ir.dims import Dim, Shape, Symbol, extent, show_shape
 from cutesuper.ir.dtypes import DType, int32, int64
 from cutesuper.ir.operators.base import (
     Attributes,
     Counts,
     Operator,
+    each,
+    one_or_all,
     opaque,
     operator,
     show_call,
@@ -48,7 +50,7 @@ class _Limits(Operator):
                 raise OperatorError(f"{self.name}({name}={value!r}): must be True or False")
         return full
 
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+    def largest(self, shapes: list[Shape], attributes: Attributes, operand: int) -> int:
         return extent(shapes[0][-1])
 
     def keep(self, shape: tuple[int, ...], limits: Any, attributes: Attributes) -> Any:
@@ -177,7 +179,7 @@ class _Gather(Operator):
     integers: ClassVar[tuple[int, ...]] = (1,)
     of_inputs = (0, 1)
 
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+    def largest(self, shapes: list[Shape], attributes: Attributes, operand: int) -> int:
         return extent(shapes[0][0]) - 1
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
@@ -287,66 +289,101 @@ class TakeRows(_Gather):
         return result[len(index) :]
 
 
+def row_dims(rank: int, dims: tuple[int, ...]) -> list[int]:
+    """The dimension of a tensor that each dimension of rows is which are put into it.
+    Along the first of ``dims``, for which there are indices, the rows are counted instead."""
+    return [d for d in range(rank) if d not in dims[1:]]
+
+
+def rows_of(base: Shape, dims: tuple[int, ...], count: Dim) -> Shape:
+    """Shape of as many rows that are put into a tensor at places along ``dims``."""
+    return tuple(count if d == dims[0] else base[d] for d in row_dims(len(base), dims))
+
+
 @operator
 class PutRows(Operator):
-    """A tensor with other rows at the places that an index names: base, index[T], rows.
+    """A tensor with other rows at the places that indices name: base, index[T], ..., rows.
 
-    ``rows`` has the shape of ``base`` with T in the place of dimension ``dim``. The result has
-    row i of these at place ``index[i]`` of that dimension, and is ``base`` elsewhere. Places from
-    -V to -1 count from the end (V is the extent of ``base`` there). A row of any other place is
-    left out: nothing is written outside of the tensor. Of equal places either row may be stored,
-    as in PyTorch's ``index_copy``.
+    ``dim`` is a dimension of ``base``, or several in rising order, and there is an index for each
+    of them. ``rows`` has the shape of ``base`` with T in the place of the first of them, and
+    without the others. The result has row i of these at place ``index[i]`` of each dimension, and
+    is ``base`` elsewhere. Places from -V to -1 count from the end (V is the extent of ``base``
+    there). A row of any other place is left out: nothing is written outside of the tensor. Of
+    equal places either row may be stored, as in PyTorch's ``index_copy``.
+
+    before: keys ``[B, G, D]`` and positions ``[B]`` of a cache ``[B, G, S, D]``; after, with
+    ``dim=(0, 2)`` and indices 0, 1, ... and the positions: ``cache[b, :, positions[b]] = keys[b]``.
     """
 
     name = "put_rows"
-    arity = 3
+    arity = -1
     attributes: ClassVar[Attributes] = {"dim": 0}
     integers: ClassVar[tuple[int, ...]] = (1,)
     integer_types = _LABELS
     counts = Counts.ROWS
-    of_inputs = (0, 1)
+    of_inputs = (0,)
     one_type = True
     puts = True
 
+    def integers_among(self, count: int) -> tuple[int, ...]:
+        return tuple(range(1, count - 1))
+
     def check_attributes(self, given: Attributes) -> Attributes:
         full = super().check_attributes(given)
-        dim = full["dim"]
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
-            raise OperatorError(f"put_rows(dim={dim!r}): must be an int of at least 0")
-        return full
+        dims = each(full["dim"])
+        if any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in dims):
+            raise OperatorError(f"put_rows(dim={full['dim']!r}): must be an int of at least 0")
+        if not dims:
+            raise OperatorError("put_rows(dim=()): must be an int of at least 0, or several")
+        if list(dims) != sorted(set(dims)):
+            raise OperatorError(f"put_rows(dim={full['dim']!r}): several must be in rising order")
+        return full | {"dim": one_or_all(dims)}
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
-        base, index, rows = shapes
-        call, dim = show_call(self.name, shapes), attributes["dim"]
-        if dim >= len(base):
+        base, rows, indices = shapes[0], shapes[-1], shapes[1:-1]
+        call, dim, dims = show_call(self.name, shapes), attributes["dim"], each(attributes["dim"])
+        if len(indices) != len(dims):
+            raise ShapeError(
+                f"{call}: takes a tensor, an index for each dimension of dim={dim}, and rows"
+            )
+        if dims[-1] >= len(base):
             raise ShapeError(f"{call}: dim={dim}, and the tensor has {len(base)} dimensions")
-        if isinstance(base[dim], Symbol):
-            raise ShapeError(
-                f"{call}: the number of places, {base[dim]}, must be known before the call; use a "
-                "number in place of the symbol"
-            )
-        if len(index) != 1:
+        for d in dims:
+            if isinstance(base[d], Symbol):
+                raise ShapeError(
+                    f"{call}: the number of places, {base[d]}, must be known before the call; use "
+                    "a number in place of the symbol"
+                )
+        if any(len(index) != 1 for index in indices):
             raise ShapeError(f"{call}: an index has one dimension, a place for each row")
-        if isinstance(index[0], Symbol) and base[dim] == 1:
+        [count, *others], places = (i[0] for i in indices), prod(extent(base[d]) for d in dims)
+        if any(other != count for other in others):
+            raise ShapeError(f"{call}: the indices must have one shape")
+        if isinstance(count, Symbol) and places == 1:
             raise ShapeError(
-                f"{call}: the one place along dim={dim} takes one row; use 1 in place of {index[0]}"
+                f"{call}: the one place along dim={dim} takes one row; use 1 in place of {count}"
             )
-        if not isinstance(index[0], Symbol) and index[0] > extent(base[dim]):
-            raise ShapeError(f"{call}: {index[0]} rows, and {base[dim]} places along dim={dim}")
-        if rows != (want := (*base[:dim], index[0], *base[dim + 1 :])):
+        if not isinstance(count, Symbol) and count > places:
+            raise ShapeError(f"{call}: {count} rows, and {places} places along dim={dim}")
+        if rows != (want := rows_of(base, dims, count)):
             raise ShapeError(f"{call}: the rows must be {show_shape(want)}")
         return base
 
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
-        return extent(shapes[0][attributes["dim"]]) - 1
+    def largest(self, shapes: list[Shape], attributes: Attributes, operand: int) -> int:
+        return extent(shapes[0][each(attributes["dim"])[operand - 1]]) - 1
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        base, index, rows = args
-        dim = attributes["dim"]
-        count = base.shape[dim]
-        known = ((index >= -count) & (index < count)).nonzero().flatten()
-        places = index.index_select(0, known).long() % count
-        return base.index_copy(dim, places, rows.index_select(dim, known).to(base.dtype))
+        import torch
+
+        base, *indices, rows = args
+        dims, made = each(attributes["dim"]), base.clone()
+        pairs = [(i.long(), base.shape[d]) for i, d in zip(indices, dims, strict=True)]
+        inside = [(index >= -count) & (index < count) for index, count in pairs]
+        known = torch.stack(inside).all(0).nonzero().flatten()
+        places = tuple(index.index_select(0, known) % count for index, count in pairs)
+        given = rows.movedim(dims[0], 0).index_select(0, known)
+        made.movedim(dims, tuple(range(len(dims))))[places] = given.to(base.dtype)
+        return made
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 0.0
@@ -398,7 +435,7 @@ class Pick(Operator):
     ) -> Any:
         return columns == integers
 
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+    def largest(self, shapes: list[Shape], attributes: Attributes, operand: int) -> int:
         return extent(shapes[0][-1]) - 1
 
     def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
@@ -461,7 +498,7 @@ class LabelWeight(Operator):
         counted = np.where(known, 1.0, np.nan)
         return np.where(integers == attributes["ignore_index"], 0.0, counted)
 
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+    def largest(self, shapes: list[Shape], attributes: Attributes, operand: int) -> int:
         return attributes["classes"] - 1
 
     def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:

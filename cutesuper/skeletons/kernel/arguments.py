@@ -14,7 +14,7 @@ from cutlass.cutlass_dsl import select_
 
 from cutesuper.ir.block import BlockProgram
 from cutesuper.ir.dims import MAX_ELEMENTS, Symbol, open_size, size
-from cutesuper.skeletons.base import Argument, Indexed, Scratch, View
+from cutesuper.skeletons.base import Argument, Indexed, Named, Scratch, View
 
 ELEMENT = {
     "float16": cutlass.Float16,
@@ -30,14 +30,21 @@ def dtype_of(plan: Any, view: View) -> Any:
     return ELEMENT[plan.arguments[view.argument].dtype]
 
 
-def named_row(view: Indexed, index: Any) -> tuple[Any, Any]:
-    """Offset in elements of the row that an index names, and true if the table has it.
-    The row is counted from the end if it is below 0; the offset is that of the first row if the
-    table has it not."""
-    known = (index >= -view.count) & (index < view.count)
+def named_row(view: Indexed, indices: Sequence[Any]) -> tuple[Any, Any]:
+    """Offset in elements of the row that indices name, and true if the table has it.
+    A place is counted from the end if it is below 0, and the first one where there is no such."""
+    (place, known), *others = map(_named_place, view.named, indices)
+    for further, exists in others:
+        place, known = place + further, known & exists
+    return place, known
+
+
+def _named_place(named: Named, index: Any) -> tuple[Any, Any]:
+    """`named_row` for one dimension."""
+    known = (index >= -named.count) & (index < named.count)
     inside = Int32(select_(known, Int32(index), Int32(0)))
-    inside = Int32(select_(inside < 0, inside + view.count, inside))
-    return Int64(inside) * view.row_stride, known
+    inside = Int32(select_(inside < 0, inside + named.count, inside))
+    return Int64(inside) * named.stride, known
 
 
 class Extents:

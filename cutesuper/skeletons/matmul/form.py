@@ -383,9 +383,9 @@ def _check_beside(program: LabelledProgram, looped: list[LabelledOp], form: Matm
 
 def _check_put(program: LabelledProgram, form: MatmulForm) -> None:
     """Check that rows of results are put where an index names, whole."""
-    for output, dim in program.put:
+    for output, dims in program.put:
         labels = program.outputs[output][1]
-        if labels[dim] in form.columns or form.columns.isdisjoint(labels):
+        if labels[dims[0]] in form.columns or form.columns.isdisjoint(labels):
             raise SearchError(
                 f"output {output}: products are put by their rows; an index along the columns, or "
                 "of values of rows, is one of another kernel"

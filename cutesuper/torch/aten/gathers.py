@@ -8,18 +8,22 @@ end. Where such a copy closes ``put_rows``, the kernel writes the rows into the 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
 
 from cutesuper.ir.graph import Tensor
+from cutesuper.ir.operators.index import row_dims
 from cutesuper.torch.aten.factored_dims import Dims, leaves, unify
 from cutesuper.torch.aten.graph_builder import (
     FLOATS,
     Builder,
     Built,
     Shapes,
+    Slot,
     Slots,
     Unsupported,
     Value,
@@ -202,6 +206,32 @@ def closing_copy(node: fx.Node) -> fx.Node | None:
     return copies[0] if set(base.users) == {node, copies[0]} else None
 
 
+class Put(NamedTuple):
+    """Rows that are put into a tensor.
+
+    Attributes:
+        base: the tensor.
+        indices: one for each of ``dims``; none for places that no kernel takes.
+        rows: what is put there.
+        dims: of the tensor, whose places the indices name, in rising order.
+    """
+
+    base: Any
+    indices: tuple[Any, ...]
+    rows: Any
+    dims: tuple[int, ...]
+
+    def order(self, rank: int) -> list[int]:
+        """The dimension of the tensor that each dimension of the rows is, as PyTorch has them.
+        The first of ``dims`` stands for the rows' own, which comes first of all if others lie
+        between dimensions that have an index."""
+        first, last = self.dims[0], self.dims[-1]
+        kept = row_dims(rank, self.dims)
+        if last - first < len(self.dims):
+            return kept
+        return [first, *(d for d in kept if d != first)]
+
+
 @enter("aten.index_copy.default")
 class PutRows(Entry):
     """A tensor with rows at the places that an index names."""
@@ -210,72 +240,96 @@ class PutRows(Entry):
     #: True if places may count from the end
     backwards: ClassVar[bool] = False
 
-    def operands(self, a: Arguments) -> tuple[Any, Any, Any, int]:
-        """The tensor, the index, the rows, and the dimension; no index for several."""
-        return a["self"], a["index"], a["source"], a["dim"] % max(1, fake(a["self"]).dim())
+    def operands(self, a: Arguments) -> Put:
+        """The tensor, the indices and the rows."""
+        dim = a["dim"] % max(1, fake(a["self"]).dim())
+        return Put(a["self"], (a["index"],), a["source"], (dim,))
 
     def knows(self, node: fx.Node, a: Arguments) -> bool:
-        """True for rows of numbers without a gradient, put into an argument by one index.
-        The rows are whole, the index has integers, and the argument is one of the program. Either
-        into a new tensor, or in place."""
-        base, index, rows, dim = self.operands(a)
-        into, at, x = (getattr(n, "meta", {}).get("val") for n in (base, index, rows))
-        if not (isinstance(into, torch.Tensor) and isinstance(x, torch.Tensor)):
+        """True for rows of numbers without a gradient, put into an argument by indices.
+        The rows are whole, the indices have integers, one for each row, and the argument is one of
+        the program. Either into a new tensor, or in place."""
+        put = self.operands(a)
+        nodes = (put.base, put.rows, *put.indices)
+        given: list[Any] = [getattr(n, "meta", {}).get("val") for n in nodes]
+        if not put.indices or not all(isinstance(t, torch.Tensor) for t in given):
             return False
-        if not isinstance(at, torch.Tensor):
+        into, x, *at = given
+        if put.base.op not in ("placeholder", "get_attr") or not all(map(_counts_rows, at)):
             return False
-        if base.op not in ("placeholder", "get_attr") or at.dtype not in INDICES or at.dim() != 1:
-            return False
-        shape = (*into.shape[:dim], at.shape[0], *into.shape[dim + 1 :])
-        first = into.dim() - x.dim()  # dimensions in front of extent 1 may be left out
-        whole = 0 <= first <= dim and all(map(equal, (*[1] * first, *x.shape), shape))
-        places = into.shape[dim] if into.dim() else 1
-        numbers = into.dtype in FLOATS and not records((base, rows))
-        known = whole and numbers and isinstance(places, int) and places > 1
+        count, order = at[0].shape[0], put.order(into.dim())
+        shape = [count if d == put.dims[0] else into.shape[d] for d in order]
+        first = len(shape) - x.dim()  # dimensions in front of extent 1 may be left out
+        whole = first >= 0 and all(map(equal, (*[1] * first, *x.shape), shape))
+        whole = whole and all(equal(index.shape[0], count) for index in at)
+        places = [into.shape[d] for d in put.dims] if into.dim() else []
+        numbers = into.dtype in FLOATS and not records((put.base, put.rows))
+        several = all(isinstance(n, int) for n in places) and prod(places) > 1
+        known = whole and numbers and several
         if not any(u.target is torch.ops.aten.copy_.default for u in node.users):
             return known
         return known and closing_copy(node) is not None and memory_order(into) is not None
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        base, index, rows, dim = self.operands(a)
-        into, at, x = s.of(base), s.of(index), s.of(rows)
-        if into.absent or at.absent or x.absent:
+        put = self.operands(a)
+        into, x, *at = (s.of(n) for n in (put.base, put.rows, *put.indices))
+        if any(v.absent for v in (into, x, *at)):
             raise Unsupported(node, "puts what repeats into a tensor, or by an index that repeats")
-        for d, own in enumerate(x.dims, len(into.dims) - len(x.dims)):
-            unify(own, at.dims[0] if d == dim else into.dims[d])
-        s.whole(into.dims[dim])
-        s.whole(at.dims[0])
+        order = put.order(len(into.dims))
+        for own, d in zip(reversed(x.dims), reversed(order), strict=False):
+            unify(own, at[0].dims[0] if d == put.dims[0] else into.dims[d])
+        for index in at:
+            unify(index.dims[0], at[0].dims[0])
+            s.whole(index.dims[0])
+        for d in put.dims:
+            s.whole(into.dims[d])
         return Value(into.dims)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        base, index, rows, dim = self.operands(a)
-        before, place, after = self._slots(b, base, dim)
-        slots = (*before, *place, *after)
-        limits = _limits(fake(base), dim, self.backwards)
-        into, (at, _) = b.read(node, base, slots), b.index(node, index, limits)
-        missing = len(b.value(base).dims) - len(b.value(rows).dims)
-        first, row, last = self._slots(b, rows, dim - missing)
-        x = b.tensor(node, rows, (*first, *row, *last), rank=len(slots))
-        x = x if x.dtype == into.dtype else b.g.convert(x, into.dtype)
-        return Built(b.g.put_rows(into, at, x, dim=len(before)), slots)
-
-    def _slots(self, b: Builder, node: Any, dim: int) -> tuple[Slots, Slots, Slots]:
-        """Slots of the dimensions before one, of that one, and of those after it."""
-        dims = b.value(node).dims
-        first, place, last = (
-            b.groups(tuple(p for d in part for p in leaves(d)))
-            for part in (dims[:dim], dims[dim : dim + 1], dims[dim + 1 :])
+        put = self.operands(a)
+        own = b.value(put.base).dims
+        slots, dims = _slots(b, own, put.dims)
+        into = b.read(node, put.base, slots)
+        indices = tuple(
+            b.index(node, index, _limits(fake(put.base), d, self.backwards))[0]
+            for index, d in zip(put.indices, put.dims, strict=True)
         )
-        return first, place or (None,), last
+        given = zip(reversed(put.order(len(own))), reversed(b.value(put.rows).dims), strict=False)
+        by_dim = dict(given)
+        kept = [by_dim.get(d, ()) for d in row_dims(len(own), put.dims)]
+        rows, _ = _slots(b, kept, put.dims[:1])
+        x = b.tensor(node, put.rows, rows, rank=len(rows))
+        x = x if x.dtype == into.dtype else b.g.convert(x, into.dtype)
+        return Built(b.g.put_rows(into, indices, x, dim=dims), slots)
+
+
+def _slots(
+    b: Builder, dims: Sequence[Dims], named: tuple[int, ...]
+) -> tuple[Slots, tuple[int, ...]]:
+    """Slots of some dimensions, and the places among them of those that have an index.
+    The latter stand alone."""
+    slots, places, start = list[Slot](), list[int](), 0
+    for d in named:
+        slots += b.groups(tuple(p for own in dims[start:d] for p in leaves(own)))
+        places.append(len(slots))
+        slots += b.groups(leaves(dims[d])) or (None,)
+        start = d + 1
+    slots += b.groups(tuple(p for own in dims[start:] for p in leaves(own)))
+    return tuple(slots), tuple(places)
 
 
 @enter("aten.index_put.default")
 class IndexPut(PutRows):
-    """The same with an index in one place: ``cache[:, :, at] = rows``."""
+    """The same with indices in any places: ``cache[:, :, at] = x``, ``cache[rows, :, at] = x``."""
 
     backwards: ClassVar[bool] = True
 
-    def operands(self, a: Arguments) -> tuple[Any, Any, Any, int]:
-        given = [d for d, i in enumerate(a["indices"]) if i is not None]
-        index = a["indices"][given[0]] if len(given) == 1 and not a["accumulate"] else None
-        return a["self"], index, a["values"], given[0]
+    def operands(self, a: Arguments) -> Put:
+        dims = tuple(d for d, i in enumerate(a["indices"]) if i is not None)
+        indices = () if a["accumulate"] else tuple(a["indices"][d] for d in dims)
+        return Put(a["self"], indices, a["values"], dims)
+
+
+def _counts_rows(index: torch.Tensor) -> bool:
+    """True for an index of one dimension, of integers."""
+    return index.dtype in INDICES and index.dim() == 1

@@ -709,7 +709,7 @@ class Builder:
 
     def read(self, node: fx.Node, operand: Any, slots: Slots) -> Tensor:
         """An input with these slots, as it lies in memory. Raises Unsupported for anything else."""
-        x = self.tensor(node, operand, slots)
+        x = self.tensor(node, operand, slots, rank=len(slots))
         if x.node.operator != INPUT:
             raise Unsupported(node, "takes rows of what is computed, or stored in another order")
         return x

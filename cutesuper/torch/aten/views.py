@@ -363,7 +363,7 @@ def turned(node: fx.Node) -> fx.Node | None:
         return None
     if set(negative.users) != {node}:  # it is computed in any case
         return None
-    second, first = _range_of(negative.args[0]), _range_of(a["tensors"][1])
+    second, first = range_of(negative.args[0]), range_of(a["tensors"][1])
     if first is None or second is None or first[0] is not second[0]:
         return None
     *others, extent = fake(first[0]).shape
@@ -385,7 +385,7 @@ def is_negated(node: fx.Node) -> bool:
     return not others and turned(user) is not None and negated(user) is node
 
 
-def _range_of(node: Any) -> tuple[fx.Node, int, int, int] | None:
+def range_of(node: Any) -> tuple[fx.Node, int, int, int] | None:
     """A tensor, a dimension, and the range of it that a node takes; None for another node."""
     place, source = 0, node
     if getattr(node, "target", None) is getitem:

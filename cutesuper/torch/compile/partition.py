@@ -176,9 +176,11 @@ class _Growing:
         A new one has at least this many products."""
         sources = {p for n in loose for p in _producers(n)}
         near = sorted({self._region[p] for p in sources if p in self._region})
-        near = near or self._beside(loose)
+        near, moves = near or self._beside(loose), any(map(_moves, loose))
+        if moves and not near:
+            near = self._reading(sources)
         choices = [near] + ([[n] for n in reversed(near)] if len(near) > 1 else [])
-        if any(map(_moves, loose)):
+        if moves:
             choices = self._with_siblings(near) + choices
             choices += [[n] for n in self._moved_beside(near)]
         if near:
@@ -251,6 +253,15 @@ class _Growing:
             found |= {self._region[n] for n in readers
                       if n in self._region and rows_of(n) is rows}  # fmt: skip
         return sorted(found)
+
+    def _reading(self, sources: Collection[fx.Node]) -> list[int]:
+        """The regions without products that read numbers which are given, from among some nodes.
+        As for queries, keys and values that another program has computed."""
+        given = (n for n in sources if n.op == "placeholder" and not _counts(n))
+        users = [u for n in given for u in n.users]
+        readers = reachable(users, lambda n: n.users if is_free(n) else ())
+        found = {self._region[n] for n in readers if n in self._region}
+        return sorted(n for n in found if not self.regions[n].products)
 
     def _moved_beside(self, numbers: Sequence[int]) -> list[int]:
         """The regions without products that take results of the same regions.

@@ -143,11 +143,11 @@ class Sample:
         region, found = self._alone[1], dict[fx.Node, tuple[int, int]]()
         for n in region.graph.nodes:
             if n.facets.counts == Counts.ROWS:
-                table, index = n.inputs[:2]
-                dim = n.attributes.get("dim", 0)
-                last = extent(region.graph.nodes[table].shape[dim]) - 1
-                node = region.inputs[region.graph.inputs.index(index)].node
-                found[node] = (0, min(last, found.get(node, (0, last))[1]))
+                shapes = [region.graph.nodes[i].shape for i in n.inputs]
+                for k in n.facets.integers_among(len(n.inputs)):
+                    last = n.facets.largest(shapes, n.attributes, k)
+                    node = region.inputs[region.graph.inputs.index(n.inputs[k])].node
+                    found[node] = (0, min(last, found.get(node, (0, last))[1]))
         return found
 
     def difference(self, seed: int = 0) -> str | None:

@@ -305,6 +305,9 @@ class Epilogue:
         own = k.along(view, label, m, here)  # 0 where the index names the places of rows
         if not isinstance(view, Indexed):
             return own, True
-        at = k.batch_offset(view.index, here) + k.along(view.index, label, m, here)
-        place, known = named_row(view, one(here.tensors[view.index.argument].iterator + at)[0])
+        indices: list[Any] = []
+        for index in (named.index for named in view.named):
+            at = k.batch_offset(index, here) + k.along(index, label, m, here)
+            indices.append(one(here.tensors[index.argument].iterator + at)[0])
+        place, known = named_row(view, indices)
         return own + place, known

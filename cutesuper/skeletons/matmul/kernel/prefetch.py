@@ -1,5 +1,5 @@
 """Prefetch into L2 of the tensors that the epilogue loads, before the mainloop.
-Biases, residuals, the index by which rows are put.
+Biases, residuals, the indices by which rows are put.
 
 While weights stream, a load from memory waits 2 to 5 us in the queue; after the loop nothing hides
 that. Only L2 is filled, which all writers share, so the prefetch is also correct for tensors that
@@ -28,7 +28,8 @@ class Prefetch:
         plan = known.plan
         bulk = [t.source.leaves[0] for t in plan.tails if plan.loaded(t) is not None]
         self.views = [v for op, v in plan.loads.items() if op not in bulk]
-        self.views += [o.view.index for o in plan.outputs if isinstance(o.view, Indexed)]
+        put = [o.view for o in plan.outputs if isinstance(o.view, Indexed)]
+        self.views += [named.index for view in put for named in view.named]
 
     @cute.jit
     def run(self, here):

@@ -306,11 +306,11 @@ class RowKernel:
         base = self.start(view, here.tensors, here.source)
         if not isinstance(view, Indexed):
             self.read_from(base, view, here, registers)
-        elif self.plan.column in view.index.labels:
+        elif self.plan.column in view.named_by:
             self.read_each(base, view, here, registers)
         else:
             place, known = self.place(view, here.tensors, here.source)
-            place = cute.assume(place, divby=math.gcd(self.vector, view.row_stride))
+            place = cute.assume(place, divby=math.gcd(self.vector, view.step))
             self.read_from(base + place, view, here, registers)
             self.keep_known(known, registers)
 
@@ -344,10 +344,12 @@ class RowKernel:
         self, view: Indexed, tensors: list[cute.Tensor], row: Any, column: Any = 0
     ) -> tuple[Any, Any]:
         """See `named_row`."""
-        first = self.offset(view.index, tensors, row)
-        at = first + column * view.index.stride(self.plan.column)
-        index = one(tensors[view.index.argument].iterator + at)[0]
-        return named_row(view, index)
+        indices: list[Any] = []
+        for index in (named.index for named in view.named):
+            first = self.offset(index, tensors, row)
+            at = first + column * index.stride(self.plan.column)
+            indices.append(one(tensors[index.argument].iterator + at)[0])
+        return named_row(view, indices)
 
     def places(self, here: Here) -> dict[int, tuple[Any, Any]]:
         """`place` of the row for each store through an index that has one for it.
@@ -357,7 +359,7 @@ class RowKernel:
         return {
             i: self.place(v, here.tensors, here.source)
             for i, v in own.items()
-            if self.plan.column not in v.index.labels
+            if self.plan.column not in v.named_by
         }
 
     @cute.jit
@@ -510,7 +512,7 @@ class RowKernel:
 
     @cute.jit
     def put(self, value, view: cutlass.Constexpr, here, found: cutlass.Constexpr):
-        """Write a fragment, or a row's scalar by its first thread, to the place of an index.
+        """Write a fragment, or a row's scalar by its first thread, to the place of indices.
         Only if the tensor has that place.
 
         ``found``: `place` of the row; None if every element has its own.
@@ -522,7 +524,7 @@ class RowKernel:
                 put(target + (self.offset(view, tensors, here.row) + found[0]), value.to(dtype))
         elif cutlass.const_expr(found is not None):
             registers = stored(value, (self.vector, self.chunks), dtype)
-            step = math.gcd(self.vector, view.row_stride)
+            step = math.gcd(self.vector, view.step)
             if here.valid and found[1]:
                 base = target + self.offset(view, tensors, here.row)
                 base = base + cute.assume(found[0], divby=step)
