@@ -176,7 +176,7 @@ def named(x: Tensor, labels: Tensor) -> Tensor:
     once, while its maximum and its sum are made.
     """
     g, node = x.graph, x.node
-    if node.operator in ("add", "sub"):
+    if node.facets.adds or node.facets.subtracts:
         left, right = (Tensor(g, i) for i in node.inputs)
         if _is_of_rows(right, x):
             return g.apply(node.operator, named(left, labels), right)
