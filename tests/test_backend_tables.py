@@ -105,12 +105,13 @@ def named(
     with FakeTensorMode():
         label.meta["val"] = torch.empty(ROWS, 1, dtype=torch.int64)
         factor.meta["val"] = torch.empty(ROWS, 1)
-    new = Maker(graph, factor.meta["val"])
+    make = Maker(graph, factor)
+    new = make.call
     options = {"start": 0, "step": step, "dtype": torch.int64, "requires_grad": False}
     places = new(prims.iota.default, COLUMNS, **options, device=torch.device("cpu"))
     places = new(aten.view.default, places, [1, COLUMNS])
     wide = new(aten.expand.default, label, [ROWS, COLUMNS])
-    numbers = (new.full([], torch.float32, n) for n in (value, other))
+    numbers = (make.full([], torch.float32, n) for n in (value, other))
     one = new(aten.where.self, new(aten.eq.Tensor, wide, places), *numbers)
     graph.output(new(aten.sum.dim_IntList, new(aten.mul.Tensor, one, factor), [dim], keeps))
     return fx.GraphModule({}, graph)
@@ -132,3 +133,19 @@ def test_the_sum_of_one_named_element(how: dict[str, Any], changed: bool) -> Non
     gm.recompile()
     assert torch.equal(gm(label, factor), want)
     assert any(n.target is aten.sum.dim_IntList for n in gm.graph.nodes) != changed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [True, False])
+def test_words_that_occur_often_on_a_gpu(tied: bool) -> None:
+    """Ten places of each word are added by as many threads at a time."""
+    torch.manual_seed(0)
+    model = Words(4000, tied, None).bfloat16().cuda()
+    tokens = torch.randint(0, 50, (8, 64), device="cuda")
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    call = torch.compile(model, backend="cutesuper")
+    for loss in (call(tokens), exact(tokens), eager(tokens)):
+        loss.backward()
+    ours, want, plain = (m.embedding.weight.grad for m in (model, exact, eager))
+    report = acceptable(ours, want, plain, torch.bfloat16)
+    assert report, report.message

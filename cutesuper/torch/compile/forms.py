@@ -199,19 +199,18 @@ def _sum_of_named(graph: fx.Graph, node: fx.Node) -> None:
     dtype = node.meta["val"].dtype
     if dtype is not named.meta["val"].dtype or node.meta["val"].dim() != rank:
         return
-    new = Maker(graph, node.meta["val"])
+    make = Maker(graph, node)
     with graph.inserting_before(node):
-        exists = new(
+        exists = make.call(
             _aten.logical_and.default,
-            new(_aten.ge.Scalar, label, 0),
-            new(_aten.lt.Scalar, label, count),
+            make.call(_aten.ge.Scalar, label, 0),
+            make.call(_aten.lt.Scalar, label, count),
         )
-        number = new.full([], dtype, value)
-        chosen = number if factor is None else new(_aten.mul.Tensor, factor, number)
-        made = new(_aten.where.self, exists, chosen, new.full([], dtype))
+        number = make.full([], dtype, value)
+        chosen = number if factor is None else make.call(_aten.mul.Tensor, factor, number)
+        made = make.call(_aten.where.self, exists, chosen, make.full([], dtype))
         if made.meta["val"].shape != node.meta["val"].shape:
-            made = new(_aten.expand.default, made, list(node.meta["val"].shape))
-    made.meta = {**node.meta, "val": made.meta["val"]}
+            made = make.call(_aten.expand.default, made, list(node.meta["val"].shape))
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
+
+from cutesuper.torch.internals import fake_result
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes nodes where a graph inserts them.
+    """Makes nodes where nodes are inserted now, for the same place in the user's program.
 
     Attributes:
         graph: with fake tensors in ``meta["val"]``.
-        like: one of these; new tensors are on its device.
+        like: a node of that place; new tensors are on its device.
     """
 
     graph: fx.Graph
-    like: Any
+    like: fx.Node
 
-    def __call__(self, target: Callable[..., Any], *args: Any, **options: Any) -> fx.Node:
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A call of an operator."""
-        node = self.graph.call_function(target, args, options)
-        given, named = map_arg((args, options), lambda n: n.meta["val"])
-        with self.like.fake_mode:
-            node.meta["val"] = target(*given, **named)
-        return node
+        new = self.graph.call_function(target, args, kwargs)
+        new.meta = {**self.like.meta, "val": fake_result(new)}
+        return new
 
-    def full(self, shape: list[int], dtype: torch.dtype, value: float = 0) -> fx.Node:
+    def full(self, shape: Sequence[int], dtype: torch.dtype, value: float = 0) -> fx.Node:
         """A tensor of equal elements."""
-        options = {"layout": torch.strided, "device": self.like.device, "pin_memory": False}
-        return self(torch.ops.aten.full.default, shape, value, dtype=dtype, **options)
+        options: dict[str, Any] = {"layout": torch.strided, "pin_memory": False}
+        device, shape = self.like.meta["val"].device, list(shape)
+        full = torch.ops.aten.full.default
+        return self.call(full, shape, value, dtype=dtype, device=device, **options)

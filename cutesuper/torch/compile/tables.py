@@ -112,29 +112,29 @@ def _replace(graph: fx.Graph, a: _Added) -> None:
     words, width = into.shape
     tokens = a.index.meta["val"].numel()
     with graph.inserting_before(a.result):
-        new = Maker(graph, into)
+        make = Maker(graph, a.result)
+        new = make.call
         index = new(_aten.reshape.default, a.index, [tokens])
         rows = a.rows
         if a.mask is not None:
-            rows = new(_aten.where.self, a.mask, rows, new.full([], torch.float32))
+            rows = new(_aten.where.self, a.mask, rows, make.full([], torch.float32))
         rows = new(_aten.reshape.default, rows, [tokens, width])
         of_token = {"start": 0, "step": 1, "dtype": torch.int64, "requires_grad": False}
         token = new(_prims.iota.default, tokens, **of_token, device=into.device)
         # of equal places either token is stored, and all read the same one
-        chosen = new(_put, new.full([words], torch.int64), [index], token)
+        chosen = new(_put, make.full([words], torch.int64), [index], token)
         one = new(_take, chosen, [index])
-        sums = new(_put, new.full([tokens, width], torch.float32), [one], rows, True)
+        sums = new(_put, make.full([tokens, width], torch.float32), [one], rows, True)
         mine = new(_take, sums, [one])
         table = a.other
         if table is None:
-            table = new.full([words, width], into.dtype)
+            table = make.full([words, width], into.dtype)
         else:
             before = new(_take, table, [index])
             before = new(_prims.convert_element_type.default, before, torch.float32)
             mine = new(_aten.add.Tensor, before, mine)
         mine = new(_prims.convert_element_type.default, mine, into.dtype)
         made = new(_put, table, [index], mine)
-    made.meta = {**a.result.meta, "val": made.meta["val"]}
     a.result.replace_all_uses_with(made)
 
 
