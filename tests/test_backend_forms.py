@@ -184,3 +184,28 @@ def test_other_choices_stay() -> None:
         settle_forms(graph)
         assert any(n.target is aten.where.self for n in graph.nodes) == other
         graph.lint()
+
+
+class Clamped(nn.Module):
+    """Rotary positions of heads that were changed in place before, and are shown several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(24, 32, bias=False)
+
+    def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+        y = self.project(x)
+        y.clamp_(min=-0.5, max=0.5)
+        heads = y.unflatten(-1, (4, 8)).transpose(1, 2)
+        a, b = heads[..., :4], heads[..., 4:]
+        return heads * cos + torch.cat((-b, a), -1) * sin
+
+
+def test_views_behind_a_change_in_place_are_one() -> None:
+    x, cos, sin = torch.randn(2, 3, 24), *torch.randn(2, 3, 8)
+    model = Clamped()
+    call, reports = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, cos, sin), model(x, cos, sin))
+    assert not reports[0].outside
+    assert len(reports[0].regions) == 2

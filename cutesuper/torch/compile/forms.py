@@ -3,7 +3,8 @@
 Inductor turns ``s - s.amax()`` with ``s = x * c`` into ``(x - x.amax()) * c``, and keeps the former
 for rows that are not finite (PyTorch 2.13). No kernel computes such a condition, so it would cut
 attention in two. Nor does one know NaN as a number, as `xlogy` has it, or halves that are put into
-zeros and added, as in the backward pass of rotary positions.
+zeros and added, as in the backward pass of rotary positions. Halves of one tensor are those of one
+node, also where each has a view of its own.
 """
 
 from __future__ import annotations
@@ -29,12 +30,28 @@ def settle_forms(graph: fx.Graph) -> None:
     Args:
         graph: with fake tensors in ``meta["val"]``.
     """
+    _join_views(graph)
     _settle_softmax(graph)
     for node in list(graph.nodes):
         if node.target is _aten.where.self and (x := _kept_nan(node)) is not None:
             node.update_arg(1, x)
         if node.target is _aten.add.Tensor:
             _turn_back(graph, node)
+
+
+def _join_views(graph: fx.Graph) -> None:
+    """Make one of equal views, as a change in place leaves them behind, one for each reader.
+
+    before: ``cat((-view(x)[h:], view(x)[:h]))``; after: ``y = view(x); cat((-y[h:], y[:h]))``.
+    """
+    known: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not getattr(node.target, "is_view", False):
+            continue
+        twin = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if twin is not node:
+            node.replace_all_uses_with(twin)
+            graph.erase_node(node)
 
 
 def _turn_back(graph: fx.Graph, node: fx.Node) -> None:
