@@ -393,7 +393,7 @@ def turning(node: fx.Node) -> fx.Node | None:
 
 def _turned_halves(node: fx.Node, negative: fx.Node) -> fx.Node | None:
     a = arguments_of(node)
-    second, first = _range_of(negative.args[0]), _range_of(a["tensors"][1])
+    second, first = range_of(negative.args[0]), range_of(a["tensors"][1])
     if first is None or second is None or first[0] is not second[0]:
         return None
     *others, extent = fake(first[0]).shape
@@ -437,7 +437,7 @@ def is_negated(node: fx.Node) -> bool:
     return user is not None and turned(user) is not None and negated(user) is node
 
 
-def _range_of(node: Any) -> tuple[fx.Node, int, int, int] | None:
+def range_of(node: Any) -> tuple[fx.Node, int, int, int] | None:
     """A tensor, a dimension, and the range of it that a node takes; None for another node."""
     place, source = 0, node
     if getattr(node, "target", None) is getitem:

@@ -27,6 +27,7 @@ from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.forms import settle_forms
 from cutesuper.torch.compile.heads import take_heads
 from cutesuper.torch.compile.options import BackendOptions, read_options
+from cutesuper.torch.compile.partial_turns import widen_turns
 from cutesuper.torch.compile.partition import partition, unwritten
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.region_operator import region_in_place
@@ -138,6 +139,7 @@ def take_regions(
     try:
         without_seeds(gm.graph)
         settle_forms(gm.graph)
+        widen_turns(gm.graph)
         found = partition(gm.graph, constants=unwritten(gm.graph))
         comparison = Comparison(gm, options, compiled)
         decisions = decide(found.regions, options, meanwhile=comparison.begin)
