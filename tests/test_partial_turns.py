@@ -130,7 +130,8 @@ def test_queries_keys_and_values_are_one_region() -> None:
         return q, keys, values
 
     x, w, caches = torch.randn(2, 1, 24), torch.randn(24, 160), torch.randn(2, 2, 2, 20, LENGTH)
-    given = x, w, *torch.randn(2, 2, 1, 1, PART), tuple(caches), torch.tensor([7])
+    cos, sin = torch.randn(2, 2, 1, 1, PART)
+    given = x, w, cos, sin, tuple(caches), torch.tensor([7])
     call, reports = compiled(step)
     with torch.no_grad():
         torch.testing.assert_close(call(*given), step(*given))

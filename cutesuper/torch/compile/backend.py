@@ -35,6 +35,7 @@ from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, not
 from cutesuper.torch.compile.rewrite import Call, changed, rewrite
 from cutesuper.torch.compile.selection import decide
 from cutesuper.torch.compile.whole import Comparison, Compile
+from cutesuper.torch.compile.written_turns import settle_turns
 
 
 def cutesuper(
@@ -139,6 +140,7 @@ def take_regions(
     try:
         without_seeds(gm.graph)
         settle_forms(gm.graph)
+        settle_turns(gm.graph)
         widen_turns(gm.graph)
         found = partition(gm.graph, constants=unwritten(gm.graph))
         comparison = Comparison(gm, options, compiled)

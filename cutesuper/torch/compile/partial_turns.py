@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
-from cutesuper.torch.aten.table import entry_of, is_free, readers
-from cutesuper.torch.aten.views import Same, View, negated, range_of, turned
-from cutesuper.torch.internals import fake_result
+from cutesuper.torch.aten.table import entry_of, readers
+from cutesuper.torch.aten.views import Same, View, between, range_of, turned
+from cutesuper.torch.compile.turn_nodes import Maker, form_of
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _ELEMENTWISE = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.neg.default}
@@ -89,7 +89,8 @@ def _part_of(node: fx.Node, number: int) -> _Part | None:
 def _widen(graph: fx.Graph, part: _Part, made: dict[Hashable, fx.Node]) -> None:
     node, rows = part.node, part.rows
     with graph.inserting_before(node):
-        wide = _Wide(graph, part, made)
+        make = Maker(graph, node)
+        wide = _Wide(make, part, made)
         try:
             whole = wide.of(part.changed)
         except _Other:
@@ -98,10 +99,8 @@ def _widen(graph: fx.Graph, part: _Part, made: dict[Hashable, fx.Node]) -> None:
             return
         if any(not readers(n) <= {*wide.known, node} for n in wide.inside):
             return
-        here = wide.condition()
-        chosen = wide.call(_aten.where.self, here, whole, rows)
-        stored = {"memory_format": torch.contiguous_format}
-        node.replace_all_uses_with(wide.call(_aten.clone.default, chosen, **stored))
+        chosen = make.call(_aten.where.self, wide.condition(), whole, rows)
+        node.replace_all_uses_with(make.stored(chosen))
 
 
 @dataclass
@@ -109,6 +108,7 @@ class _Wide:
     """Nodes of whole rows in the place of those of a part.
 
     Attributes:
+        make: of new nodes.
         part: of the rows.
         made: those that all parts of a graph share.
         known: for each node that was looked at, the one of whole rows; None if it is made of
@@ -117,7 +117,7 @@ class _Wide:
         turns: whether something is turned there.
     """
 
-    graph: fx.Graph
+    make: Maker
     part: _Part
     made: dict[Hashable, fx.Node]
     known: dict[fx.Node, fx.Node | None] = field(default_factory=dict[fx.Node, fx.Node | None])
@@ -142,13 +142,13 @@ class _Wide:
             return self._turned(node, whole)
         if isinstance(entry, View) and self._joins_pairs(node):
             pairs = self.of(node.args[0])
-            return pairs and self.call(_aten.view.default, pairs, _shape(part.rows))
+            return pairs and self.make.call(_aten.view.default, pairs, _shape(part.rows))
         if node.target in _ELEMENTWISE or isinstance(entry, Same):
             wide = [self.of(a) for a in node.args]
             if any(w is not None for w in wide):
                 pairs = zip(node.args, wide, strict=True)
                 operands = [self._padded(a) if w is None else w for a, w in pairs]
-                return self.call(node.target, *operands, **node.kwargs)
+                return self.make.call(node.target, *operands, **node.kwargs)
         return None
 
     def _joins_pairs(self, node: fx.Node) -> bool:
@@ -160,31 +160,16 @@ class _Wide:
         x = self.of(whole)
         if x is None:
             return None
-        self.turns, negative = True, negated(node)
-        self.known[negative] = x  # it reads the part for this node alone
+        self.turns = True
+        self.known |= dict.fromkeys(between(node), x)  # they read the part for this node alone
         width, length = self.part.end - self.part.begin, self.part.length
         pairs = fake(node).dim() > fake(whole).dim()
         if any(n % (2 if pairs else width) for n in (self.part.begin, length)):
             raise _Other
         if pairs:
-            return self._stacked(x, length)
-        pieces = self.call(_aten.view.default, x, [*_shape(x)[:-1], length // width, width])
-        return self.call(_aten.view.default, self._exchanged(pieces, width), _shape(x))
-
-    def _exchanged(self, x: fx.Node, length: int) -> fx.Node:
-        """``[-b, a]`` of the halves ``[a, b]``."""
-        last, half = fake(x).dim() - 1, length // 2
-        a = self.call(_aten.slice.Tensor, x, last, 0, half)
-        b = self.call(_aten.slice.Tensor, x, last, half, length)
-        return self.call(_aten.cat.default, [self.call(_aten.neg.default, b), a], last)
-
-    def _stacked(self, x: fx.Node, length: int) -> fx.Node:
-        """``[-b, a]`` of each pair ``[a, b]``, with a dimension of its own."""
-        last = fake(x).dim() - 1
-        a, b = (self.call(_aten.slice.Tensor, x, last, n, length, 2) for n in range(2))
-        both = self.call(_aten.neg.default, b), a
-        pairs = [self.call(_aten.unsqueeze.default, n, last + 1) for n in both]
-        return self.call(_aten.cat.default, pairs, last + 1)
+            return self.make.turned_pairs(x)
+        pieces = self.make.call(_aten.view.default, x, [*_shape(x)[:-1], length // width, width])
+        return self.make.call(_aten.view.default, self.make.turned_halves(pieces), _shape(x))
 
     def _padded(self, operand: Any) -> Any:
         """A factor of the part as one of whole rows; what is added there is not used."""
@@ -195,10 +180,10 @@ class _Wide:
             return operand
         if shape[-1] != part.end - part.begin or fake(operand).dtype not in FLOATS:
             raise _Other
-        key = _form(operand), part.begin, part.length
+        key = form_of(operand), part.begin, part.length
         if key not in self.made:
             ends = [part.begin, part.length - part.end]
-            self.made[key] = self.call(_aten.constant_pad_nd.default, operand, ends, 0.0)
+            self.made[key] = self.make.call(_aten.constant_pad_nd.default, operand, ends, 0.0)
         return self.made[key]
 
     def condition(self) -> fx.Node:
@@ -207,23 +192,10 @@ class _Wide:
         key = part.begin, part.end, part.length, device
         if key not in self.made:
             kind = {"dtype": torch.int64, "device": device, "requires_grad": False}
-            places = self.call(_prims.iota.default, part.length, start=0, step=1, **kind)
+            places = self.make.call(_prims.iota.default, part.length, start=0, step=1, **kind)
             compare, bound = (_aten.ge, part.begin) if part.begin else (_aten.lt, part.end)
-            self.made[key] = self.call(compare.Scalar, places, bound)
+            self.made[key] = self.make.call(compare.Scalar, places, bound)
         return self.made[key]
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node in front of the concatenation, with its place in the user's program."""
-        new = self.graph.call_function(target, args, kwargs)
-        new.meta = {**self.part.node.meta, "val": fake_result(new)}
-        return new
-
-
-def _form(node: fx.Node) -> str:
-    """What a node shows of which tensor; equal for the views and casts that each layer makes."""
-    if not is_free(node):
-        return node.name
-    return f"{node.target} {fx.map_arg((node.args, node.kwargs), _form)}"
 
 
 def _shape(node: fx.Node) -> list[int]:
