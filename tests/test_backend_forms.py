@@ -209,3 +209,32 @@ def test_views_behind_a_change_in_place_are_one() -> None:
         torch.testing.assert_close(call(x, cos, sin), model(x, cos, sin))
     assert not reports[0].outside
     assert len(reports[0].regions) == 2
+
+
+class Packed(nn.Module):
+    """Queries, and the one head of keys and values beside them, that an index takes."""
+
+    def forward(self, x: Any, w: Any, cos: Any) -> Any:
+        heads = (x @ w).unflatten(-1, (6, 8))
+        q, k, v = heads[..., :-2, :], heads[..., [-2], :], heads[..., [5], :]
+        return (q * cos).transpose(1, 2), (k * cos).transpose(1, 2), v.transpose(1, 2) * 2.0
+
+
+def test_parts_of_one_element_are_ranges() -> None:
+    given = torch.randn(2, 3, 24), torch.randn(24, 48), torch.randn(2, 3, 1, 8)
+    call, reports = compiled(Packed())
+    with torch.no_grad():
+        for found, wanted in zip(call(*given), Packed()(*given), strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert not any("index" in o.reason for o in reports[0].outside)
+
+
+def test_other_indices_stay() -> None:
+    def taken(x: Any) -> Any:
+        return x[:, [3, 0]] * 2.0
+
+    x = torch.randn(4, 4, 8)
+    call, reports = compiled(taken)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x), taken(x))
+    assert any("index" in o.reason for o in reports[0].outside)

@@ -4,7 +4,7 @@ Inductor turns ``s - s.amax()`` with ``s = x * c`` into ``(x - x.amax()) * c``, 
 for rows that are not finite (PyTorch 2.13). No kernel computes such a condition, so it would cut
 attention in two. Nor does one know NaN as a number, as `xlogy` has it, or halves that are put into
 zeros and added, as in the backward pass of rotary positions. Halves of one tensor are those of one
-node, also where each has a view of its own.
+node, also where each has a view of its own, and parts of one element are ranges.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
+from cutesuper.torch.compile.turn_nodes import Maker
 
 _aten = torch.ops.aten
 _JUDGES = {
@@ -37,6 +38,8 @@ def settle_forms(graph: fx.Graph) -> None:
             node.update_arg(1, x)
         if node.target is _aten.add.Tensor:
             _turn_back(graph, node)
+        if node.target is _aten.index.Tensor:
+            _take_one(graph, node)
 
 
 def _join_views(graph: fx.Graph) -> None:
@@ -52,6 +55,29 @@ def _join_views(graph: fx.Graph) -> None:
         if twin is not node:
             node.replace_all_uses_with(twin)
             graph.erase_node(node)
+
+
+def _take_one(graph: fx.Graph, node: fx.Node) -> None:
+    """Take a part of one element by a range, and not by an index.
+
+    before: ``x[:, [2]]``, as some models take keys out of packed heads; after: ``x[:, 2:3]``.
+    """
+    x, indices = node.args
+    given = [(dim, i) for dim, i in enumerate(indices) if i is not None]  # type: ignore[arg-type,union-attr]
+    if len(given) != 1 or not isinstance(x, fx.Node):
+        return
+    [(dim, index)] = given
+    extent = x.meta["val"].shape[dim]
+    if index.target is not _aten.full.default or index.args[0] != [1] or type(extent) is not int:
+        return
+    place = index.args[1]
+    if index.meta["val"].dtype is torch.bool or not -extent <= place < extent:
+        return
+    place %= extent
+    with graph.inserting_before(node):
+        make = Maker(graph, node)
+        part = make.call(_aten.slice.Tensor, x, dim, place, place + 1)
+        node.replace_all_uses_with(make.stored(part))
 
 
 def _turn_back(graph: fx.Graph, node: fx.Node) -> None:
