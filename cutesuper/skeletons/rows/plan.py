@@ -86,7 +86,7 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """How far elements move along a row, for each way of changing places.
+        """The distances that elements move along a row, one for each way of changing places.
         Half of the row, or 1 for neighbours."""
         ways = {op.facets for op in self.program.ops if op.facets.turns and not op.facets.scans}
         return tuple(sorted({int(way.places(self.length)[0][0]) for way in ways}))

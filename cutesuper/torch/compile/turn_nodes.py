@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 def form_of(node: fx.Node) -> str:
-    """What a node shows of which tensor; equal for the views and casts that each layer makes."""
+    """The views and casts that a node is of a tensor; equal for those that each layer makes."""
     if not is_free(node):
         return node.name
     return f"{node.target} {fx.map_arg((node.args, node.kwargs), form_of)}"
