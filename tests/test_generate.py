@@ -106,16 +106,6 @@ def test_windows(family: str, window: int, graphs: list[Recording]) -> None:
     assert len(graphs) == 2
 
 
-def test_masks_for_as_many_positions_as_the_model_has() -> None:
-    """The cache has no more, although steps of longer ones would be shared."""
-    torch.manual_seed(0)
-    config = transformers.GPTNeoConfig(
-        vocab_size=128, hidden_size=32, num_layers=2, num_heads=2, max_position_embeddings=40,
-        attention_types=[[["global", "local"], 1]], window_size=8,
-    )  # fmt: skip
-    assert_same(transformers.GPTNeoForCausalLM(config).eval(), eos_token_id=None)
-
-
 def test_without_a_graph() -> None:
     assert_same(new_model("Llama"))
     with torch.inference_mode():

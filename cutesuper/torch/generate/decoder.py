@@ -288,7 +288,7 @@ def generate(
     """
     check_options(max_new_tokens=max_new_tokens)
     batch, length = input_ids.shape if getattr(input_ids, "ndim", 0) == 2 else (1, 1)
-    room = _room(model, length + max_new_tokens)
+    room = -(-(length + max_new_tokens) // ROOM) * ROOM
     decoder = Decoder(
         model, batch, room, temperature=temperature, top_k=top_k, top_p=top_p,
         eos_token_id=eos_token_id, pad_token_id=pad_token_id,
@@ -322,12 +322,3 @@ def _device_of(model: Any) -> torch.device:
             f"{', '.join(sorted(map(str, devices)))}; move it to one GPU, or to the CPU"
         )
     return devices.pop()
-
-
-def _room(model: Any, needed: int) -> int:
-    """The positions of a decoder that `generate` makes.
-    Not more than the model has, if these suffice: some keep a mask for just so many."""
-    room = -(-needed // ROOM) * ROOM
-    config = getattr(model, "config", None)  # what is no model is refused where it is used
-    most = getattr(config, "max_position_embeddings", room)
-    return most if needed <= most < room else room
