@@ -153,6 +153,7 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
     "rms_norm, weight": (lambda g, x, y: g.rms_norm(x, y, eps=0.1), ((2, 3, 4), (4,))),
     "rms_norm, no eps": (lambda g, x, y: g.rms_norm(x, y, eps=0), ((3, 4), (4,))),
     "rotate_half": (lambda g, x, y: g.rotate_half(x * y) * y, ((2, 3, 6), (6,))),
+    "rotate_pairs": (lambda g, x, y: g.rotate_pairs(x * y) * y, ((2, 3, 6), (6,))),
     "cumsum": (lambda g, x: g.square(g.cumsum(x, 1)), ((2, 3, 4),)),
     "causal_mask": (lambda g, x: g.exp(g.causal_mask(x)), ((3, 4),)),
     "causal_mask, softmax": (

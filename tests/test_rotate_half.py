@@ -1,4 +1,4 @@
-"""Halves of rows that change places, as rotary positions have them."""
+"""Halves of rows, and pairs, that change places, as rotary positions have them."""
 
 from __future__ import annotations
 
@@ -38,6 +38,18 @@ def positions(
     cos, sin = (g.new_input((2, 1, 3, width), dtype, name=n) for n in ("cos", "sin"))
     y = rest(g, x) if rest else x
     g.mark_output(g.add(g.mul(y, cos), g.mul(g.rotate_half(y), sin)))
+    return g
+
+
+def paired(
+    width: int = 64, heads: int = 4, dtype: str = "bfloat16", *, both: bool = False
+) -> KernelGraph:
+    """Rotary positions of heads whose halves lie interleaved; ``both``: of turned halves."""
+    g = cs.new_kernel_graph()
+    x = g.new_input((2, heads, 3, width), dtype, name="x")
+    cos, sin = (g.new_input((2, 1, 3, width), dtype, name=n) for n in ("cos", "sin"))
+    y = g.rotate_half(g.exp(x)) if both else x
+    g.mark_output(g.add(g.mul(y, cos), g.mul(g.rotate_pairs(y), sin)))
     return g
 
 
@@ -84,18 +96,23 @@ def best(g: KernelGraph) -> MuGraph:
 
 def test_halves_are_of_an_even_number() -> None:
     g = cs.new_kernel_graph()
-    with pytest.raises(ShapeError, match=r"rotate_half\(\[4, 5\]\): the last extent must be even"):
-        g.rotate_half(g.new_input((4, 5), name="x"))
+    for name in ("rotate_half", "rotate_pairs"):
+        with pytest.raises(ShapeError, match=rf"{name}\(\[4, 5\]\): the last extent must be even"):
+            g.apply(name, g.new_input((4, 5)))
 
 
-def test_wrong_programs_are_not_verified() -> None:
-    g = positions()
+@pytest.mark.parametrize(("build", "other"), [
+    (positions, "rotate_pairs"), (paired, "rotate_half"),
+])  # fmt: skip
+def test_wrong_programs_are_not_verified(build: Callable[[], KernelGraph], other: str) -> None:
+    g = build()
     mu = best(g)
     assert cs.verify(g, mu, full=True) and compare(g, mu) and loads(dumps(mu)) == mu
     ops = mu.steps[0].program.ops
     place = next(i for i, op in enumerate(ops) if op.facets.turns)
     label = ops[place].attributes["along"]
     assert not cs.verify(g, change(mu, 0, place, kind="neg", attributes={}))
+    assert not cs.verify(g, change(mu, 0, place, kind=other))
     other = next(d for d in mu.steps[0].program.dims if d != label)
     for along, message in ((other, "divides; a block must have it whole"), ("Z", "label Z")):
         with pytest.raises(GraphError, match=message):
@@ -140,9 +157,14 @@ PROGRAMS: dict[str, tuple[Callable[[], KernelGraph], int]] = {
     "normalized and appended": (appended, 1),
     "queries, keys and values": (step, 1),
     "a squared norm": (squared_norm, 1),
+    "pairs": (paired, 1),
+    "pairs of long rows": (lambda: paired(2048, 2, "float32"), 1),
+    "pairs of turned halves": (lambda: paired(both=True), 1),
     "of a product": (lambda: positions(rest=lambda g, x: x @ g.new_input((64, 64), "bfloat16")), 2),
 }
-ON_THE_MACHINE = ("heads", "within a thread", "queries, keys and values")
+ON_THE_MACHINE = (
+    "heads", "within a thread", "queries, keys and values", "pairs", "pairs of turned halves",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -165,6 +187,9 @@ def test_schedules_that_move_nothing_are_refused() -> None:
     for schedule in (RowSchedule(8, 8, 2, 4), RowSchedule(64, 2, 1, 4)):
         with pytest.raises(ScheduleError, match="change places within a thread or a warp"):
             make_plan(mu.steps[0], mu.tensors, H200, schedule)
+    pairs = best(paired())
+    with pytest.raises(ScheduleError, match="halves of rows of 64 change places"):
+        make_plan(pairs.steps[0], pairs.tensors, H200, RowSchedule(32, 1, 2, 4))
     with pytest.raises(LoweringError, match="a row loop moves no elements along a row"):
         make_plan(mu.steps[0], mu.tensors, H200, RowLoopSchedule(8, 8, 1, 1))
 
@@ -201,6 +226,21 @@ def normalized(x: Any, cos: Any, sin: Any) -> Any:
     return rotated(functional.rms_norm(x, (64,)), cos, sin).relu()
 
 
+def paired_up(x: Any, cos: Any, sin: Any) -> Any:
+    """Rotary positions whose halves lie interleaved."""
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) * sin
+
+
+def pairs_other_way(x: Any, cos: Any, sin: Any) -> Any:
+    """The pairs with the other sign, which is another function."""
+    return x * cos + torch.stack((x[..., 1::2], -x[..., ::2]), -1).flatten(-2) * sin
+
+
+def pairs_of_halves(x: Any, cos: Any, sin: Any) -> Any:
+    """Pairs of elements that are no neighbours."""
+    return x * cos + torch.stack((-x[..., 32:], x[..., :32]), -1).flatten(-2) * sin
+
+
 def other_way(x: Any, cos: Any, sin: Any) -> Any:
     """The halves with the other sign, which is another function."""
     a, b = x.chunk(2, -1)
@@ -218,14 +258,17 @@ def of_two(x: Any, cos: Any, sin: Any) -> Any:
     return x * cos + torch.cat((-x.exp()[..., 32:], x[..., :32]), -1)
 
 
-@pytest.mark.parametrize("fn", [rotated, split, normalized, other_way, negation_used, of_two])
+@pytest.mark.parametrize("fn", [
+    rotated, split, normalized, paired_up, other_way, negation_used, of_two, pairs_other_way,
+    pairs_of_halves,
+])  # fmt: skip
 def test_compiled_functions(fn: Any) -> None:
     torch.manual_seed(0)
     x, cos, sin = torch.randn(2, 5, 3, 64), *torch.randn(2, 2, 1, 3, 64)
     with torch.no_grad():
         call, reports = compiled(fn)
         torch.testing.assert_close(call(x, cos, sin), fn(x, cos, sin))
-    if fn in (rotated, split, normalized):
+    if fn in (rotated, split, normalized, paired_up):
         assert reports[0].taken == 1 and not reports[0].outside
 
 

@@ -458,12 +458,12 @@ def _slice(d: Draw, op: Operator) -> None:
     d.step("slice", i, dim=dim, start=start, stop=d.rng.randint(start + 1, n))
 
 
-@recipe("rotate_half")
-def _rotate_half(d: Draw, op: Operator) -> None:
+@recipe("rotate_half", "rotate_pairs")
+def _rotate(d: Draw, op: Operator) -> None:
     i = d.value(1)
     last = d.dims(i)[-1]
     if not isinstance(last, Symbol) and last % 2 == 0:
-        d.step("rotate_half", i)
+        d.step(op.name, i)
 
 
 @recipe("cumsum")

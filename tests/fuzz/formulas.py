@@ -345,6 +345,14 @@ def _rotate_half(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch
     return m.function(lambda x: x * signs, moved, exact=True)
 
 
+@formula("rotate_pairs")
+def _rotate_pairs(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    pairs = m.value(args[0]).shape[-1] // 2
+    moved = m.move(lambda x: x.unflatten(-1, (pairs, 2)).flip(-1).flatten(-2), args[0])
+    signs = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(pairs)
+    return m.function(lambda x: x * signs, moved, exact=True)
+
+
 # ---------------------------------------------------------------------------- masks and integers
 
 

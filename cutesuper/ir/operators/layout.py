@@ -108,6 +108,26 @@ class RotateHalf(Operator):
 
 
 @operator
+class RotatePairs(RotateHalf):
+    """``[-b, a, -d, c, ...]`` of the pairs ``[a, b, c, d, ...]`` of the last dimension.
+    Rotary positions whose halves lie interleaved have it."""
+
+    name = "rotate_pairs"
+
+    def places(self, extent: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        moved = np.arange(extent)
+        pairs = moved[: extent // 2 * 2]  # the verifier has odd extents, too
+        pairs ^= 1
+        return moved, np.where(moved > np.arange(extent), -1.0, 1.0)
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        [x] = args
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+@operator
 class Cumsum(Operator):
     """Sums along the last dimension: of the elements up to each, or from each on (``reverse``)."""
 

@@ -85,9 +85,11 @@ class RowPlan(Plan[RowSchedule]):
     schedule: RowSchedule
 
     @property
-    def turns(self) -> bool:
-        """True if elements change places along a row."""
-        return any(op.facets.turns and not op.facets.scans for op in self.program.ops)
+    def turns(self) -> tuple[int, ...]:
+        """The distances that elements move along a row, one for each way of changing places.
+        Half of the row, or 1 for neighbours."""
+        ways = {op.facets for op in self.program.ops if op.facets.turns and not op.facets.scans}
+        return tuple(sorted({int(way.places(self.length)[0][0]) for way in ways}))
 
     @property
     def scans(self) -> tuple[int, ...]:
@@ -103,7 +105,7 @@ class RowPlan(Plan[RowSchedule]):
     @property
     def whole(self) -> bool:
         """True if the threads of a row must have all of it, or all of its part."""
-        return bool(self.reductions or self.scans) or self.turns
+        return bool(self.reductions or self.scans or self.turns)
 
     @property
     def parted(self) -> bool:

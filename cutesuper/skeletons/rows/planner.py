@@ -292,9 +292,20 @@ def _row_fault(plan: RowPlan) -> str | None:
         return f"{s.lanes} lanes of {held} elements are more than parts of {plan.part}"
     if plan.scans and s.interleaved:
         return "interleaved=True, and the lanes of a row that is summed up are neighbours"
-    aligned = plan.length % (2 * s.vector) == 0 and not s.interleaved
+    return next((why for apart in plan.turns if (why := _turn_fault(plan, apart))), None)
+
+
+def _turn_fault(plan: RowPlan, apart: int) -> str | None:
+    """Reason why a given schedule does not move elements so far along a row."""
+    s = plan.schedule
+    if apart < s.vector:
+        return None if s.vector % (2 * apart) == 0 and not s.interleaved else (
+            f"elements that are {apart} apart change places within an access, and none has "
+            f"{s.vector} elements"
+        )  # fmt: skip
+    aligned = plan.length % (2 * s.vector) == 0 and not s.interleaved and 2 * apart == plan.length
     moved = s.chunks % 2 == 0 and plan.width == plan.length
-    if plan.turns and not (aligned and (moved or (s.chunks == 1 and s.lanes <= WARP))):
+    if not (aligned and (moved or (s.chunks == 1 and s.lanes <= WARP))):
         return (
             f"halves of rows of {plan.length} change places within a thread or a warp: with one "
             f"chunk in at most {WARP} lanes, or an even number of chunks that cover the row"

@@ -212,8 +212,9 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
 
 
 def _turning(plan: RowPlan, target: Target, vector: int) -> RowSchedule:
-    """Rows of one warp or less, whose halves begin at a vector: elements move by one shuffle."""
-    vector = gcd(vector, plan.length // 2)
+    """Rows of one warp or less, whose halves begin at a vector: elements move by one shuffle.
+    Those that move within a vector need none."""
+    vector = gcd(vector, *(n for n in plan.turns if n >= vector))
     lanes = min(WARP, power_of_two(ceil_div(plan.length, vector)))
     chunks = ceil_div(plan.length, lanes * vector)
     return RowSchedule(lanes, vector, chunks, _rows_of_a_block(plan, target, lanes, chunks))

@@ -32,7 +32,7 @@ from cutesuper.torch.aten.table import (
     of_a_node,
     products,
 )
-from cutesuper.torch.aten.views import Expand, Filled, Same, negated, turned
+from cutesuper.torch.aten.views import Expand, Filled, Same, between, turned
 
 #: masks that are added to scores
 _FILLED = ("added", "lowest")
@@ -323,8 +323,8 @@ def _are_places(node: fx.Node) -> bool:
 
 
 def makers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that compute the masks of some nodes, and those that negate turned halves.
-    Without those that compute the positions; what is turned are halves."""
+    """The nodes that compute the masks of some nodes, and those that negate what is turned.
+    Without those that compute the positions, and views of halves or pairs."""
     return {n for node in nodes for n in _makers(node)}
 
 
@@ -346,7 +346,7 @@ def unread(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _makers(node: fx.Node) -> Iterator[fx.Node]:
     lengths = lengths_of(node)
     if turned(node) is not None:
-        yield negated(node)
+        yield from between(node)
     if lengths is None:
         return
     todo = [mask_read(node)]

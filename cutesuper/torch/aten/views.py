@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import getitem
 from typing import Any
@@ -35,6 +36,8 @@ from cutesuper.torch.aten.table import (
     integers,
     number,
 )
+
+_UNSQUEEZE, _NEG = torch.ops.aten.unsqueeze.default, torch.ops.aten.neg.default
 
 
 class _Free(Entry):
@@ -353,16 +356,43 @@ class Unbind(Select):
 
 
 def turned(node: fx.Node) -> fx.Node | None:
-    """The operand x of a concatenation ``[-b, a]`` of the halves ``[a, b]`` of its last dimension.
-    Rotary positions have it. None for any other node."""
-    if node.target is not torch.ops.aten.cat.default:
+    """The operand x of a concatenation that turns, as rotary positions have it.
+    ``[-b, a]`` of the halves ``[a, b]`` of its last dimension, or of the elements of each pair that
+    lies there, with a dimension of its own. None for any other node."""
+    if node.target is not torch.ops.aten.cat.default or len(node.args[0]) != 2:  # type: ignore[arg-type]
         return None
+    negative = negated(node)
+    if negative is None or turning(negative) is not node:  # it is computed in any case
+        return None
+    halves = _turned_halves(node, negative)
+    return halves if halves is not None else _turned_pairs(node, negative)
+
+
+def negated(node: fx.Node) -> fx.Node | None:
+    """The node that negates the first part of a concatenation; None if it is not negated."""
+    first: Any = node.args[0][0]  # type: ignore[index]
+    first = first.args[0] if first.target is _UNSQUEEZE else first
+    return first if first.target is _NEG else None
+
+
+def between(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that a concatenation which turns does not need: the negated part, and its view."""
+    first: Any = node.args[0][0]  # type: ignore[index]
+    yield first
+    if first.target is _UNSQUEEZE:
+        yield first.args[0]
+
+
+def turning(node: fx.Node) -> fx.Node | None:
+    """The only reader of a node, or of a view with one more dimension that alone reads it."""
+    [user, *others] = node.users or [None]
+    if user is not None and user.target is _UNSQUEEZE and not others:
+        [user, *others] = user.users or [None]
+    return None if others else user
+
+
+def _turned_halves(node: fx.Node, negative: fx.Node) -> fx.Node | None:
     a = arguments_of(node)
-    negative = a["tensors"][0]
-    if len(a["tensors"]) != 2 or negative.target is not torch.ops.aten.neg.default:
-        return None
-    if set(negative.users) != {node}:  # it is computed in any case
-        return None
     second, first = range_of(negative.args[0]), range_of(a["tensors"][1])
     if first is None or second is None or first[0] is not second[0]:
         return None
@@ -374,15 +404,37 @@ def turned(node: fx.Node) -> fx.Node | None:
     return first[0] if (first[1:], second[1:]) == halves else None
 
 
-def negated(node: fx.Node) -> fx.Node:
-    """The node that negates the second half of a concatenation that turns."""
-    return node.args[0][0]  # type: ignore[index,return-value]
+def _turned_pairs(node: fx.Node, negative: fx.Node) -> fx.Node | None:
+    """before: ``stack((-x[..., 1::2], x[..., ::2]), -1)``; after: x."""
+    a, rank = arguments_of(node), fake(node).dim()
+    places = [a["dim"], *(p.args[1] for p in a["tensors"] if p.target is _UNSQUEEZE)]
+    if len(places) != 3 or any(p % rank != rank - 1 for p in places):
+        return None
+    odd, even = _every_second(negative.args[0]), _every_second(a["tensors"][1].args[0])
+    if odd is None or even is None or odd[0] is not even[0] or (odd[1], even[1]) != (1, 0):
+        return None
+    return odd[0]
+
+
+def _every_second(node: Any) -> tuple[fx.Node, int] | None:
+    """A tensor, and the place of the first element of its last dimension of every second one.
+    None for another node than a view of these."""
+    if node.target is not torch.ops.aten.slice.Tensor:
+        return None
+    a = arguments_of(node)
+    shape, start, end = fake(a["self"]).shape, a["start"] or 0, a["end"]
+    if a["step"] != 2 or a["dim"] % len(shape) != len(shape) - 1:
+        return None
+    n = shape[-1]
+    if not isinstance(n, int) or n % 2 or (end is not None and not n <= end) or start not in (0, 1):
+        return None
+    return a["self"], start
 
 
 def is_negated(node: fx.Node) -> bool:
-    """True for a node that only a concatenation reads which turns halves, and does not need it."""
-    [user, *others] = node.users or [node]
-    return not others and turned(user) is not None and negated(user) is node
+    """True for a node that only a concatenation reads which turns, and does not need it."""
+    user = turning(node)
+    return user is not None and turned(user) is not None and negated(user) is node
 
 
 def range_of(node: Any) -> tuple[fx.Node, int, int, int] | None:
@@ -404,7 +456,7 @@ def range_of(node: Any) -> tuple[fx.Node, int, int, int] | None:
 @enter("aten.cat.default")
 class Cat(Entry):
     """Tensors that are concatenated; a computation on the result is one on each part.
-    Halves that change places are one operator on the whole."""
+    Halves that change places are one operator on the whole, and so are pairs."""
 
     def reads(self, node: fx.Node, a: Arguments) -> list[fx.Node]:
         whole = turned(node)
@@ -414,7 +466,10 @@ class Cat(Entry):
         if (whole := turned(node)) is not None:
             x = s.of(whole)
             s.whole(x.dims[-1])
-            return x
+            if fake(node).dim() == len(x.dims):
+                return x
+            pairs = regroup([x.dims[-1]], list(fake(node).shape[-2:]))
+            return Value((*x.dims[:-1], *pairs), x.absent)
         values = [s.of(t) for t in a["tensors"]]
         d = a.get("dim", 0) % len(values[0].dims)
         if any(len(v.dims) != len(values[0].dims) or v.absent for v in values):
@@ -453,6 +508,8 @@ class Cat(Entry):
     def _turned(self, b: Builder, node: fx.Node, whole: fx.Node) -> Built:
         slots = b.natural(b.value(whole))
         if slots[-1] is None or slots[-1] != b.one(node, b.value(whole).dims[-1]):
-            raise Unsupported(node, "turns halves of a dimension along which elements repeat")
+            raise Unsupported(node, "turns parts of a dimension along which elements repeat")
         t = b.tensor(node, whole, slots)
-        return Built(b.g.rotate_half(t), of_rank(slots, t))
+        halves = fake(node).dim() == fake(whole).dim()
+        y = b.g.rotate_half(t) if halves else b.g.rotate_pairs(t)
+        return Built(y, of_rank(slots, t))

@@ -27,6 +27,7 @@ from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.forms import settle_forms
 from cutesuper.torch.compile.heads import take_heads
 from cutesuper.torch.compile.options import BackendOptions, read_options
+from cutesuper.torch.compile.partial_turns import widen_turns
 from cutesuper.torch.compile.partition import partition, unwritten
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.region_operator import region_in_place
@@ -35,6 +36,7 @@ from cutesuper.torch.compile.rewrite import Call, changed, rewrite
 from cutesuper.torch.compile.selection import decide
 from cutesuper.torch.compile.tables import settle_tables
 from cutesuper.torch.compile.whole import Comparison, Compile
+from cutesuper.torch.compile.written_turns import settle_turns
 
 
 def cutesuper(
@@ -140,6 +142,8 @@ def take_regions(
         without_seeds(gm.graph)
         settle_forms(gm.graph)
         settle_tables(gm.graph)
+        settle_turns(gm.graph)
+        widen_turns(gm.graph)
         found = partition(gm.graph, constants=unwritten(gm.graph))
         comparison = Comparison(gm, options, compiled)
         decisions = decide(found.regions, options, meanwhile=comparison.begin)

@@ -3,9 +3,9 @@
 Inductor turns ``s - s.amax()`` with ``s = x * c`` into ``(x - x.amax()) * c``, and keeps the former
 for rows that are not finite (PyTorch 2.13). No kernel computes such a condition, so it would cut
 attention in two. Nor does one know NaN as a number, as `xlogy` has it, or halves that are put into
-zeros and added, as in the backward pass of rotary positions. Nor does a kernel multiply the halves
-of a row apart from each other, as rotary positions with factors for one half have it. In the
-backward pass of a loss, PyTorch adds up rows of which one element is not zero, which a label names.
+zeros and added, as in the backward pass of rotary positions. In that of a loss, PyTorch adds up
+rows of which one element is not zero, which a label names. Halves of one tensor are those of one
+node, also where each has a view of its own, and parts of one element are ranges.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
-from cutesuper.torch.aten.table import arguments_of
-from cutesuper.torch.aten.views import range_of
 from cutesuper.torch.compile.maker import Maker
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
@@ -34,8 +32,8 @@ def settle_forms(graph: fx.Graph) -> None:
     Args:
         graph: with fake tensors in ``meta["val"]``.
     """
+    _join_views(graph)
     _settle_softmax(graph)
-    whole: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is _aten.where.self and (x := _kept_nan(node)) is not None:
             node.update_arg(1, x)
@@ -43,107 +41,46 @@ def settle_forms(graph: fx.Graph) -> None:
             _turn_back(graph, node)
         if node.target is _aten.sum.dim_IntList:
             _sum_of_named(graph, node)
-        if node.target is _aten.cat.default and (found := _rotation(node)) is not None:
-            _turn_whole(graph, node, found, whole)
+        if node.target is _aten.index.Tensor:
+            _take_one(graph, node)
 
 
-class _Rotation(NamedTuple):
-    """Halves of rows ``[a, b]`` that are turned: ``[a c - b s, b c + a s]``.
+def _join_views(graph: fx.Graph) -> None:
+    """Make one of equal views, as a change in place leaves them behind, one for each reader.
 
-    Attributes:
-        rows: the whole ones.
-        cos, sin: factors of a half.
-        back: true for ``[a c + b s, b c - a s]``.
+    before: ``cat((-view(x)[h:], view(x)[:h]))``; after: ``y = view(x); cat((-y[h:], y[:h]))``.
     """
+    known: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not getattr(node.target, "is_view", False):
+            continue
+        twin = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if twin is not node:
+            node.replace_all_uses_with(twin)
+            graph.erase_node(node)
 
-    rows: fx.Node
-    cos: fx.Node
-    sin: fx.Node
-    back: bool
 
+def _take_one(graph: fx.Graph, node: fx.Node) -> None:
+    """Take a part of one element by a range, and not by an index.
 
-def _turn_whole(
-    graph: fx.Graph, node: fx.Node, found: _Rotation, whole: dict[fx.Node, fx.Node]
-) -> None:
-    """Turn whole rows, with factors for both halves.
-
-    before: ``cat((a * c - b * s, b * c + a * s))`` of the halves ``[a, b]`` of x; after: ``x *
-    cat((c, c)) + cat((-b, a)) * cat((s, s))``, where whole factors are made once.
-
-    Args:
-        graph: is changed.
-        node: the concatenation.
-        found: what it is.
-        whole: by factors of a half those of both that were made before.
+    before: ``x[:, [2]]``, as some models take keys out of packed heads; after: ``x[:, 2:3]``.
     """
-    rows, half = found.rows, node.meta["val"].shape[-1] // 2
+    x, indices = node.args
+    given = [(dim, i) for dim, i in enumerate(indices) if i is not None]  # type: ignore[arg-type,union-attr]
+    if len(given) != 1 or not isinstance(x, fx.Node):
+        return
+    [(dim, index)] = given
+    extent = x.meta["val"].shape[dim]
+    if index.target is not _aten.full.default or index.args[0] != [1] or type(extent) is not int:
+        return
+    place = index.args[1]
+    if index.meta["val"].dtype is torch.bool or not -extent <= place < extent:
+        return
+    place %= extent
     with graph.inserting_before(node):
-        for factor in (found.cos, found.sin):
-            if factor not in whole:
-                whole[factor] = _made(graph, node, _aten.cat.default, [factor, factor], -1)
-        first = _made(graph, node, _aten.slice.Tensor, rows, -1, 0, half)
-        second = _made(graph, node, _aten.slice.Tensor, rows, -1, half, 2 * half)
-        negative = _made(graph, node, _aten.neg.default, second)
-        turned = _made(graph, node, _aten.cat.default, [negative, first], -1)
-        parts = (
-            _made(graph, node, _aten.mul.Tensor, rows, whole[found.cos]),
-            _made(graph, node, _aten.mul.Tensor, turned, whole[found.sin]),
-        )
-        how = _aten.sub.Tensor if found.back else _aten.add.Tensor
-        result = _made(graph, node, how, *parts)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
-
-
-def _made(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A new node, with what is known of another one of the same place."""
-    node = graph.call_function(target, args)
-    values = fx.map_arg(args, lambda n: n.meta["val"])
-    node.meta = dict(like.meta) | {"val": target(*values)}
-    return node
-
-
-def _rotation(node: fx.Node) -> _Rotation | None:
-    """The rotation that a concatenation of two parts is; None if it is none."""
-    given, last = arguments_of(node), node.meta["val"].dim() - 1
-    parts: list[fx.Node] = given["tensors"]
-    if len(parts) != 2 or given["dim"] % (last + 1) != last or any(p.kwargs for p in parts):
-        return None
-    back = parts[0].target is _aten.add.Tensor
-    signs = (_aten.add.Tensor, _aten.sub.Tensor)
-    if tuple(p.target for p in parts) != (signs if back else signs[::-1]):
-        return None
-    for rows in _wholes(parts[0].args[0]):
-        terms = [t for p in parts for product in p.args if (t := _term(product, rows)) is not None]
-        if len(terms) < 4:
-            continue
-        own, other = dict(terms[:2]), dict(terms[2:])
-        crossed = own.keys() == other.keys() == {0, 1} and (own[0], own[1]) == (other[1], other[0])
-        subtracted, _ = terms[3 if back else 1]
-        if crossed and subtracted == (0 if back else 1):
-            return _Rotation(rows, own[0], own[1], back)
-    return None
-
-
-def _wholes(product: Any) -> list[fx.Node]:
-    """The tensors of which the operands of a product are parts."""
-    operands = product.args if isinstance(product, fx.Node) else ()
-    return [found[0] for operand in operands if (found := range_of(operand)) is not None]
-
-
-def _term(product: Any, rows: fx.Node) -> tuple[int, fx.Node] | None:
-    """Which half of the rows a product has, with its factor, which is one for a half of a row."""
-    if not isinstance(product, fx.Node) or product.target is not _aten.mul.Tensor:
-        return None
-    last, extent = rows.meta["val"].dim() - 1, rows.meta["val"].shape[-1]
-    halves = [(rows, last, 0, extent // 2), (rows, last, extent // 2, extent)]
-    for part, factor in (product.args, product.args[::-1]):
-        found = range_of(part)
-        if found not in halves or not isinstance(factor, fx.Node) or extent % 2:
-            continue
-        if factor.meta["val"].shape[-1:] == (extent // 2,):
-            return halves.index(found), factor
-    return None
+        make = Maker(graph, node)
+        part = make.call(_aten.slice.Tensor, x, dim, place, place + 1)
+        node.replace_all_uses_with(make.stored(part))
 
 
 def _turn_back(graph: fx.Graph, node: fx.Node) -> None:

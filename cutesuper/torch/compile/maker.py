@@ -36,3 +36,7 @@ class Maker:
         device, shape = self.like.meta["val"].device, list(shape)
         full = torch.ops.aten.full.default
         return self.call(full, shape, value, dtype=dtype, device=device, **options)
+
+    def stored(self, x: fx.Node) -> fx.Node:
+        """A contiguous copy of a tensor."""
+        return self.call(torch.ops.aten.clone.default, x, memory_format=torch.contiguous_format)

@@ -436,13 +436,18 @@ class RowKernel:
 
     def turn(self, value: Any, operator: Operator, here: Here) -> Any:
         """The elements of a row in other places.
-        Halves are exchanged within a thread if it has several accesses, else with the thread that
-        has the same place in the other half."""
+        Neighbours are exchanged within an access. Halves are within a thread if it has several
+        accesses, else with the thread that has the same place in the other half."""
         shape, half = (self.vector, self.chunks), self.chunks // 2
-        _, signs = operator.places(self.length)
+        places, signs = operator.places(self.length)
         first, second = Float32(signs[0]), Float32(signs[-1])
         given, found = fragment(shape), fragment(shape)
         given.store(value)
+        if places[0] < self.vector:
+            for n in range(self.chunks * self.vector):
+                e, c = n % self.vector, n // self.vector
+                found[e, c] = given[int(places[e]), c] * Float32(signs[e])
+            return found.load()
         apart = self.length // 2 // self.vector
         upper = here.lane >= apart
         other = here.thread % 32 + select_(upper, Int32(-apart), Int32(apart))
