@@ -1,4 +1,4 @@
-"""Gradients of embeddings and losses, as compiled models compute them."""
+"""Gradients of embeddings, as compiled models compute them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import torch.nn.functional as F  # noqa: E402
 from torch import fx, nn  # noqa: E402
 
 from cutesuper.torch.compile import backend, tables  # noqa: E402
-from cutesuper.torch.compile.forms import settle_forms  # noqa: E402
-from cutesuper.torch.compile.maker import Maker  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import compiled  # noqa: E402
 
-aten, prims = torch.ops.aten, torch.ops.prims
+aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
 
@@ -89,50 +87,6 @@ def test_all_rows_are_added_where_the_order_must_be_the_same(put: list[int]) -> 
     finally:
         torch.use_deterministic_algorithms(False)
     assert put == [400 * 16]
-
-
-ROWS, COLUMNS = 6, 10
-
-
-def named(
-    value: float, other: float, *, dim: int = 1, step: int = 1, keeps: bool = True
-) -> fx.GraphModule:
-    """Sums of rows of numbers that one label each names, times a number of each row."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    graph = fx.Graph()
-    label, factor = graph.placeholder("label"), graph.placeholder("factor")
-    with FakeTensorMode():
-        label.meta["val"] = torch.empty(ROWS, 1, dtype=torch.int64)
-        factor.meta["val"] = torch.empty(ROWS, 1)
-    make = Maker(graph, factor)
-    new = make.call
-    options = {"start": 0, "step": step, "dtype": torch.int64, "requires_grad": False}
-    places = new(prims.iota.default, COLUMNS, **options, device=torch.device("cpu"))
-    places = new(aten.view.default, places, [1, COLUMNS])
-    wide = new(aten.expand.default, label, [ROWS, COLUMNS])
-    numbers = (make.full([], torch.float32, n) for n in (value, other))
-    one = new(aten.where.self, new(aten.eq.Tensor, wide, places), *numbers)
-    graph.output(new(aten.sum.dim_IntList, new(aten.mul.Tensor, one, factor), [dim], keeps))
-    return fx.GraphModule({}, graph)
-
-
-@pytest.mark.parametrize(("how", "changed"), [
-    ({}, True), ({"dim": 0}, False), ({"step": 2}, False), ({"other": 1.0}, False),
-    ({"keeps": False}, False),
-])  # fmt: skip
-def test_the_sum_of_one_named_element(how: dict[str, Any], changed: bool) -> None:
-    """A label that names no element gives 0."""
-    gm = named(**{"value": -2.0, "other": 0.0} | how)
-    label = torch.tensor([[0], [9], [3], [-100], [10], [-1]])
-    factor = torch.randn(ROWS, 1)
-    want = gm(label, factor)
-    settle_forms(gm.graph)
-    gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
-    assert torch.equal(gm(label, factor), want)
-    assert any(n.target is aten.sum.dim_IntList for n in gm.graph.nodes) != changed
 
 
 @pytest.mark.gpu

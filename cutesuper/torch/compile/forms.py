@@ -3,8 +3,7 @@
 Inductor turns ``s - s.amax()`` with ``s = x * c`` into ``(x - x.amax()) * c``, and keeps the former
 for rows that are not finite (PyTorch 2.13). No kernel computes such a condition, so it would cut
 attention in two. Nor does one know NaN as a number, as `xlogy` has it, or halves that are put into
-zeros and added, as in the backward pass of rotary positions. In that of a loss, PyTorch adds up
-rows of which one element is not zero, which a label names. Halves of one tensor are those of one
+zeros and added, as in the backward pass of rotary positions. Halves of one tensor are those of one
 node, also where each has a view of its own, and parts of one element are ranges.
 """
 
@@ -19,7 +18,7 @@ from torch import fx
 from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.maker import Maker
 
-_aten, _prims = torch.ops.aten, torch.ops.prims
+_aten = torch.ops.aten
 _JUDGES = {
     _aten.abs, _aten.eq, _aten.ne, _aten.mul, _aten.logical_not, _aten.logical_and,
     _aten.bitwise_not, _aten.bitwise_and, _aten.any, _aten.all, _aten.isfinite,
@@ -39,8 +38,6 @@ def settle_forms(graph: fx.Graph) -> None:
             node.update_arg(1, x)
         if node.target is _aten.add.Tensor:
             _turn_back(graph, node)
-        if node.target is _aten.sum.dim_IntList:
-            _sum_of_named(graph, node)
         if node.target is _aten.index.Tensor:
             _take_one(graph, node)
 
@@ -107,100 +104,6 @@ def _turn_back(graph: fx.Graph, node: fx.Node) -> None:
     turned.meta, back.meta = dict(node.meta), dict(node.meta)
     node.replace_all_uses_with(back)
     graph.erase_node(node)
-
-
-def _sum_of_named(graph: fx.Graph, node: fx.Node) -> None:
-    """Take the one element of a row that a label names for the sum of the row.
-
-    before: ``(where(label == arange(n), c, 0) * r).sum(-1, True)``; after:
-    ``where((label >= 0) & (label < n), r * c, 0)``.
-
-    The backward pass of a loss of 8192 x 128256 is then element by element, and Inductor's kernel
-    reads and writes once: 1.0 ms in place of 1.31 (expected, H200).
-    """
-    x, dims, keeps = (*node.args, False)[:3]
-    if not isinstance(x, fx.Node) or node.kwargs or keeps is not True or len(dims) != 1:
-        return
-    rank = x.meta["val"].dim()
-    dim = dims[0] % rank
-    named, factor = x, None
-    if x.target is _aten.mul.Tensor and all(isinstance(n, fx.Node) for n in x.args):
-        for named, factor in (x.args, x.args[::-1]):
-            if (found := _named(named, dim)) is not None and _is_one(factor, dim, rank):
-                break
-        else:
-            return
-    elif (found := _named(x, dim)) is None:
-        return
-    label, count, value = found
-    dtype = node.meta["val"].dtype
-    if dtype is not named.meta["val"].dtype or node.meta["val"].dim() != rank:
-        return
-    make = Maker(graph, node)
-    with graph.inserting_before(node):
-        exists = make.call(
-            _aten.logical_and.default,
-            make.call(_aten.ge.Scalar, label, 0),
-            make.call(_aten.lt.Scalar, label, count),
-        )
-        number = make.full([], dtype, value)
-        chosen = number if factor is None else make.call(_aten.mul.Tensor, factor, number)
-        made = make.call(_aten.where.self, exists, chosen, make.full([], dtype))
-        if made.meta["val"].shape != node.meta["val"].shape:
-            made = make.call(_aten.expand.default, made, list(node.meta["val"].shape))
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
-
-
-def _is_one(node: Any, dim: int, rank: int) -> bool:
-    """True for a tensor that is the same along a dimension of one of this rank."""
-    shape = node.meta["val"].shape
-    own = dim - rank + len(shape)
-    return own < 0 or shape[own] == 1
-
-
-def _named(node: Any, dim: int) -> tuple[fx.Node, int, float] | None:
-    """The label, the number of places, and the number of a tensor that is 0 but where a label is.
-    The label is an integer for each row along the dimension; None for another tensor."""
-    if not isinstance(node, fx.Node) or node.target is not _aten.where.self:
-        return None
-    condition, yes, no = node.args
-    if not isinstance(condition, fx.Node) or condition.target is not _aten.eq.Tensor:
-        return None
-    value, shape = _number(yes), node.meta["val"].shape
-    if value is None or _number(no) != 0 or condition.meta["val"].shape != shape:
-        return None
-    for places, labels in (condition.args, condition.args[::-1]):
-        label = labels
-        while isinstance(label, fx.Node) and label.target is _aten.expand.default:
-            label = label.args[0]
-        if not isinstance(label, fx.Node) or not _counts(places, shape[dim], dim, len(shape)):
-            continue
-        own = label.meta["val"]
-        if own.dim() == len(shape) and own.shape[dim] == 1 and not own.dtype.is_floating_point:
-            return label, shape[dim], value
-    return None
-
-
-def _number(node: Any) -> float | None:
-    """The number that all elements of a tensor are; None if that is not known."""
-    if isinstance(node, fx.Node):
-        place = {_aten.full.default: 1, _aten.scalar_tensor.default: 0}.get(node.target)
-        node = None if place is None else node.args[place]
-    return node if isinstance(node, int | float) and not isinstance(node, bool) else None
-
-
-def _counts(node: Any, count: Any, dim: int, rank: int) -> bool:
-    """True for the integers from 0 on along a dimension, as many as it has."""
-    if not isinstance(node, fx.Node) or not isinstance(count, int):
-        return False
-    shape = tuple(node.meta["val"].shape)
-    if shape[dim - rank :] != (count, *[1] * (rank - dim - 1)) or node.meta["val"].numel() != count:
-        return False
-    while node.target in (_aten.view.default, _aten.reshape.default, _aten.unsqueeze.default):
-        node = node.args[0]
-    starts = node.target is _prims.iota.default and node.kwargs["start"] == 0
-    return starts and node.kwargs["step"] == 1 and node.args[0] == count
 
 
 class _Part(NamedTuple):

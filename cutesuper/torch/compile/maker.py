@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class Maker:
     graph: fx.Graph
     like: fx.Node
 
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of an operator."""
         new = self.graph.call_function(target, args, kwargs)
         new.meta = {**self.like.meta, "val": fake_result(new)}

@@ -21,14 +21,20 @@ of all of them::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
+from cutesuper.torch.aten.gathers import INDICES
+from cutesuper.torch.aten.table import arguments_of
 from cutesuper.torch.compile.maker import Maker
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
-
+#: add rows by an index
+_ADDS = (_aten.index_put.default, _aten._unsafe_masked_index_put_accumulate.default)
+#: the indices are those of the rows that were read, which are checked there
+_take, _put = _aten._unsafe_index.Tensor, _aten._unsafe_index_put.default
 #: rows of a table for each that is named, from which on this moves fewer bytes
 FEW = 4
 
@@ -67,44 +73,42 @@ class _Added:
 
 def _added_rows(node: fx.Node) -> _Added | None:
     """The rows that a node adds to a table of zeros, if they are few."""
-    if node.target is _aten.index_put.default and node.args[3:] == (True,):
-        zeros, indices, rows = node.args[:3]
-        mask = None
-    elif node.target is _aten._unsafe_masked_index_put_accumulate.default:
-        zeros, mask, indices, rows = node.args
-    else:
+    if node.target not in _ADDS:
         return None
-    if not isinstance(zeros, fx.Node) or zeros.target is not _aten.full.default or zeros.args[1]:
+    a = arguments_of(node)
+    [index, *others], rows, [reader, *more] = a["indices"], a["values"], node.users or [None]
+    if others or more or not a.get("accumulate", True) or not _are_few(node, a["self"], index):
         return None
-    table, [index, *others] = node.meta["val"], indices
-    if others or table.dim() != 2 or table.dtype is not torch.float32 or len(node.users) != 1:
+    if rows.meta["val"].shape != (*index.meta["val"].shape, node.meta["val"].shape[1]):
         return None
-    named = index.meta["val"]
-    sizes = (*table.shape, *named.shape)
-    if named.dtype.is_floating_point or not all(isinstance(n, int) for n in sizes):
+    if reader is None or reader.target is not _prims.convert_element_type.default:
         return None
-    if named.dtype is torch.bool or FEW * named.numel() > table.shape[0]:
-        return None
-    if rows.meta["val"].shape != (*named.shape, table.shape[1]):
-        return None
-    [narrow] = node.users
-    if narrow.target is not _prims.convert_element_type.default:
-        return None
-    result, other = narrow, None
-    if len(narrow.users) == 1:
-        [user] = narrow.users
-        if user.target is _aten.add.Tensor and not user.kwargs and _is_like(user, narrow):
-            [other] = (n for n in user.args if n is not narrow)
-            result = user
-    return _Added(index, rows, mask, result, other)
+    other = _other(reader)
+    result = reader if other is None else next(iter(reader.users))
+    return _Added(index, rows, a.get("mask"), result, other)
 
 
-def _is_like(sum_: fx.Node, term: fx.Node) -> bool:
-    """True for a sum of two tensors of one type and shape, one of them ``term``."""
-    values = [n.meta["val"] if isinstance(n, fx.Node) else None for n in sum_.args]
-    own = term.meta["val"]
-    same = [v is not None and (v.shape, v.dtype) == (own.shape, own.dtype) for v in values]
-    return all(same) and sum_.args[0] is not sum_.args[1]
+def _are_few(table: fx.Node, zeros: fx.Node, index: Any) -> bool:
+    """True for a table of zeros in float32 with some rows added, few of all, by an index."""
+    if zeros.target is not _aten.full.default or zeros.args[1] or index is None:
+        return False
+    t, named = table.meta["val"], index.meta["val"]
+    if t.dim() != 2 or t.dtype is not torch.float32 or named.dtype not in INDICES:
+        return False
+    sizes = (*t.shape, *named.shape)
+    return all(isinstance(n, int) for n in sizes) and FEW * named.numel() <= t.shape[0]
+
+
+def _other(term: fx.Node) -> fx.Node | None:
+    """What a term is added to, of the same type and shape; None if it is only stored."""
+    [reader, *more] = term.users or [None]
+    if reader is None or more or reader.target is not _aten.add.Tensor or reader.kwargs:
+        return None
+    others = [n for n in reader.args if n is not term]
+    if len(others) != 1 or not isinstance(others[0], fx.Node):
+        return None
+    own, given = term.meta["val"], others[0].meta["val"]
+    return others[0] if (own.shape, own.dtype) == (given.shape, given.dtype) else None
 
 
 def _replace(graph: fx.Graph, a: _Added) -> None:
@@ -136,7 +140,3 @@ def _replace(graph: fx.Graph, a: _Added) -> None:
         mine = new(_prims.convert_element_type.default, mine, into.dtype)
         made = new(_put, table, [index], mine)
     a.result.replace_all_uses_with(made)
-
-
-#: the indices are those of the rows that were read, which are checked there
-_take, _put = _aten._unsafe_index.Tensor, _aten._unsafe_index_put.default
