@@ -294,6 +294,28 @@ def test_models_that_are_refused(graphs: list[Recording]) -> None:
         cs.Decoder(new_model("Llama"), 4, 14)(PROMPTS, SHOWN, max_new_tokens=9)
 
 
+def test_models_that_a_cache_of_fixed_length_makes_wrong() -> None:
+    """GPT-Neo's windows count from the end of the cache; Bloom wants masks as long as that."""
+    torch.manual_seed(0)
+    extents: dict[str, Any] = {"hidden_size": 32, "vocab_size": 128}
+    neo = transformers.GPTNeoConfig(
+        **extents, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4,
+        window_size=4, max_position_embeddings=512,
+    )  # fmt: skip
+    with pytest.raises(GenerationError, match="its logits are others with a cache of fixed length"):
+        ours(transformers.GPTNeoForCausalLM(neo).eval(), WHOLE, None)
+    mpt = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=128, max_seq_len=512)
+    model = transformers.MptForCausalLM(mpt).eval()
+    assert torch.equal(ours(model, WHOLE, None), theirs(model, WHOLE, torch.ones_like(WHOLE)))
+    bloom = transformers.BloomConfig(**extents, n_layer=2, n_head=4)
+    model = transformers.BloomForCausalLM(bloom).eval()
+    assert torch.equal(ours(model, WHOLE, None), theirs(model, WHOLE, torch.ones_like(WHOLE)))
+    with pytest.raises(GenerationError, match=r"it fails with a cache of fixed length: .*size"):
+        ours(model, PROMPTS, SHOWN)
+    with pytest.raises(IndexError):
+        ours(model, PROMPTS + 1000, None)
+
+
 def test_steps_that_cannot_be_captured(graphs: list[Recording]) -> None:
     model = new_model("Llama")
     forward = model.model.norm.forward

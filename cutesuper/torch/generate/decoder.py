@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutesuper.errors import DeviceError, DTypeError, GenerationError, ShapeError
+from cutesuper.errors import (
+    CutesuperError,
+    DeviceError,
+    DTypeError,
+    GenerationError,
+    ShapeError,
+)
 from cutesuper.ir.arguments import check_options
 from cutesuper.measure import capture
 from cutesuper.runtime.programs import KERNEL_DEVICES
@@ -27,6 +33,9 @@ WARM_STEPS = 2
 #: the room of a decoder that `generate` makes is a multiple of so many positions, so that calls of
 #: similar lengths share kernels and compiled steps
 ROOM = 256
+#: part of the largest logit, beside so many units of rounding of the model's type, by which logits
+#: of a prompt may differ from those without a cache
+NEAR, ROUNDINGS = 1e-3, 8
 
 
 class Decoder:
@@ -78,6 +87,8 @@ class Decoder:
         self._generator = torch.Generator(self._device)
         parameters = inspect.signature(self._original.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
+        #: true for a model of which the library says that it knows caches of fixed length
+        self._is_sure = getattr(self._original, "_can_compile_fullgraph", False)
         self._loan = Loan()
         #: steps that have run, and the graph, with and without padding
         self._warm = {True: 0, False: 0}
@@ -124,13 +135,41 @@ class Decoder:
         """Run the prompt, and choose the first tokens."""
         position = (shown.cumsum(1) - 1).clamp_min_(0)
         mask = shown if padded else None
-        last = {"logits_to_keep": 1} if self._keeps_logits else {}
         # a compiled model would be compiled anew for every length of a prompt
         with torch.compiler.set_stance("force_eager"):
-            logits = self._logits(prompt, mask, position, self._caches.for_prompt(), **last)
+            logits = self._logits_of_prompt(prompt, mask, position)
         self._cache = self._caches.for_steps(prompt.shape[1])
         self._state.begin(shown)
         self._state.take(self._sampling.choose(logits, self._generator), self._ends)
+
+    def _logits_of_prompt(self, prompt: Tensor, mask: Any, position: Tensor) -> Tensor:
+        """The logits behind the prompt, which is in the cache then.
+        Raises GenerationError for a model that is wrong, or fails, with a cache of fixed length."""
+        last = {"logits_to_keep": 1} if self._keeps_logits else {}
+        name = type(self._original).__name__
+        try:
+            logits = self._logits(prompt, mask, position, self._caches.for_prompt(), **last)
+        except (torch.OutOfMemoryError, CutesuperError):
+            raise
+        except (RuntimeError, ValueError, TypeError) as error:
+            self._logits(prompt, mask, position, None, **last)  # raises what is wrong in any case
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise GenerationError(
+                f"generate({name}): it fails with a cache of fixed length: {lines[0]} (see the "
+                "cause of this error); use model.generate"
+            ) from error
+        if not self._is_sure:
+            plain = self._logits(prompt, mask, position, None, **last)
+            unit = torch.finfo(self._original.get_input_embeddings().weight.dtype).eps
+            most = max(NEAR, ROUNDINGS * unit) * plain.abs().max()
+            if not bool((logits - plain).abs().max() <= most):
+                raise GenerationError(
+                    f"generate({name}): its logits are others with a cache of fixed length than "
+                    "without a cache, so this model of transformers cannot generate with one; use "
+                    "model.generate"
+                )
+            self._is_sure = True
+        return logits
 
     def _logits(
         self, tokens: Tensor, mask: Any, position: Tensor, cache: Any, **options: Any
@@ -138,7 +177,7 @@ class Decoder:
         """The logits of the last tokens, float32 ``[B, V]``."""
         made = self._model(
             input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache,
-            use_cache=True, return_dict=True, **options,
+            use_cache=cache is not None, return_dict=True, **options,
         )  # fmt: skip
         return made.logits[:, -1].float()
 
