@@ -100,7 +100,7 @@ def _are_few(table: fx.Node, zeros: fx.Node, index: Any) -> bool:
 
 
 def _other(term: fx.Node) -> fx.Node | None:
-    """What a term is added to, of the same type and shape; None if it is only stored."""
+    """The other term of a sum of the same type and shape; None if a term is only stored."""
     [reader, *more] = term.users or [None]
     if reader is None or more or reader.target is not _aten.add.Tensor or reader.kwargs:
         return None
