@@ -65,12 +65,12 @@ def modules_markdown(results: Case) -> str:
 
 
 STEPS_METHOD = (
-    "Forward, loss, backward and AdamW (PyTorch's fused one) of models of transformers with random weights, "
-    "bfloat16, random tokens, sequences x tokens as said. Milliseconds of a step, median of the "
-    "wall clock, waiting for each; peak of allocated memory; seconds of the first step with empty "
-    "caches / in a second process. Every cell is a process of its own, one after the other on one "
-    "machine. Losses of all steps within 1 % of each other. Speedup: over the fastest correct "
-    "PyTorch column."
+    "Forward, loss, backward and AdamW (PyTorch's fused one, where nothing else is said) of models "
+    "of transformers with random weights, bfloat16, random tokens, sequences x tokens as said. "
+    "Milliseconds of a step, median of the wall clock, waiting for each; peak of allocated memory; "
+    "seconds of the first step with empty caches / in a second process. Every cell is a process of "
+    "its own, one after the other on one machine. Losses of all steps within 1 % of each other. "
+    "Speedup: over the fastest correct PyTorch column."
 )
 
 

@@ -1,11 +1,12 @@
 """``python -m benchmarks steps``: training steps of models as the transformers library has them.
 
 A step is a forward and a backward pass with the model's own loss, and AdamW on bfloat16 parameters:
-PyTorch's (fused), or with ``cutesuper-optim`` that of this library; tokens are random. What is compiled gives the loss alone: of logits that it gave too, a
-backward pass would read a gradient of zeros. Weights are random, extents are those of the published
-configurations, with fewer layers. Every implementation runs in a process of its own, so that its
-memory is its own; a first one whose caches are empty, and a second one that finds what the first
-has left. Times are of the second; both say how long their first step took.
+PyTorch's (fused), or with ``cutesuper-optim`` that of this library; tokens are random. What is
+compiled gives the loss alone: of logits that it gave too, a backward pass would read a gradient of
+zeros. Weights are random, extents are those of the published configurations, with fewer layers.
+Every implementation runs in a process of its own, so that its memory is its own; a first one whose
+caches are empty, and a second one that finds what the first has left. Times are of the second; both
+say how long their first step took.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def waiting(place: str, saves_little: bool = False, patience: Patience | None = 
     return SimpleNamespace(
         place=place, patience=patience, saves_little=lambda expected: saves_little,
         saved_us=lambda ours: -ours,
-        saves_much=lambda expected: -(expected or 0.0) >= patience.large_us,
+        is_awaited=lambda expected: expected is not None and -expected >= patience.least_us,
     )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def test_what_saves_much_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -
     """Of two cases whose kernels are being compiled, the one that saves 30 us is waited for."""
     monkeypatch.setattr(ahead, "shared", lambda: None)
     work, now = ahead.Ahead(()), time.monotonic()
-    patience = Patience(most=now - 1, large_us=20.0, last=now + 0.2)
+    patience = Patience(least_us=20.0, most=now - 1, last=now + 0.2)
     work._jobs = {"a": [Future[Any]()], "b": [Future[Any]()]}
     work._expected = {"a": -30.0, "b": -10.0}
     cases = [waiting(name, patience=patience) for name in "ab"]

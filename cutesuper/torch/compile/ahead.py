@@ -103,7 +103,7 @@ class Ahead:
         now, patience = time.monotonic(), case.patience
         if now < patience.most:
             return True
-        return now < patience.last and case.saves_much(self._expected.get(case.place))
+        return now < patience.last and case.is_awaited(self._expected.get(case.place))
 
     def _is_ready(self, case: Case) -> bool:
         """True for a case that can be decided."""

@@ -60,9 +60,9 @@ class Patience:
         until: of ``time.monotonic()``.
         least_us: microseconds that a region and those like it must be expected to save, to be
             tried later.
-        most: of ``time.monotonic()``, when other processes are no longer waited for, but for cases
-            that can save much.
-        large_us: microseconds that are much.
+        most: of ``time.monotonic()``, when other processes are no longer waited for, but to compile
+            what is expected to save as much, and to search for what can save more.
+        large_us: microseconds that are more.
         last: of ``time.monotonic()``, when they are not waited for at all.
         left: the places of cases that were waited for when that ended.
     """
@@ -209,10 +209,12 @@ class Case:
         """Microseconds that any kernels take, at least, by the roofline. Raises CutesuperError."""
         return least_us(self._hinted, self.target)
 
-    def saves_much(self, expected: float | None) -> bool:
-        """True if its kernels are worth waiting for: as many microseconds are expected, if any."""
-        ours = self.least_us if expected is None else expected
-        return self.saved_us(ours) >= self.patience.large_us
+    def is_awaited(self, expected: float | None) -> bool:
+        """True if its kernels, of which as many microseconds are expected, are worth waiting for.
+        Before a search has ended, nothing is expected."""
+        if expected is None:
+            return self.saved_us(self.least_us) >= self.patience.large_us
+        return self.saved_us(expected) >= self.patience.least_us
 
     @property
     def most_us(self) -> float:

@@ -43,11 +43,11 @@ PATIENCE_S = 10.0
 #: save, to be tried later. Attention of 4 layers of Gemma 3 1B, 8 sequences, was expected to save
 #: 11 us of 1.1 ms, and saves 66; of 40 later trials of that training step none saved a hundredth
 STAKE = 0.0025
-#: seconds in which kernels that can save much are waited for behind that, and the part of a graph's
-#: time that is much. On a machine just started, compilers were not done in 20 s: an 8B model's step
-#: took 6.6 ms without the kernels of its layers, and takes 3.7 with them
+#: seconds in which other processes are waited for behind that, and the part of a graph's time that
+#: a region must be able to save, whose search goes on then. On a machine just started, something
+#: was not ready in 20 s: a step of an 8B model took 6.6 ms, and 3.7 are expected
 LAST_S = 40.0
-MUCH = 0.05
+MUCH = 0.02
 
 
 @dataclass(frozen=True)
