@@ -821,27 +821,6 @@ def test_a_refusal_that_may_pass_is_not_recorded(
     assert any(taken for taken, _ in decided_again(*gated))
 
 
-def test_what_was_not_ready_is_judged_when_it_is(
-    monkeypatch: pytest.MonkeyPatch, gated: Any, searched: list[int]
-) -> None:
-    """A later process finds the search of one that was not waited for."""
-
-    def unfinished(case: Any) -> Verdict:
-        return Verdict(False, "not ready", final=True, unfinished=True)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(selection, "_judged", unfinished)
-        first = decided_again(*gated)
-        assert decided_again(*gated) == first and {why for _, why in first} == {"not ready"}
-    assert decided_again(*gated) == first and not searched, "it is known from disk"
-    wanted = region_operator.Program.wanted
-    monkeypatch.setattr(region_operator.Program, "wanted", lambda *_: None)
-    ready = decided_again(*gated)
-    assert searched and any(taken for taken, _ in ready)
-    monkeypatch.setattr(region_operator.Program, "wanted", wanted)
-    assert decided_again(*gated) == ready
-
-
 def test_equal_layers_are_not_searched_again(searched: list[int]) -> None:
     """Forward and backward; the first and the last layer have other neighbours."""
 

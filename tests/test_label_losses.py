@@ -140,3 +140,19 @@ def test_smoothed_losses_and_gradients_are_a_kernel_each(dtype: Any) -> None:
     for mine, want, theirs in zip(*pairs, strict=True):
         report = acceptable(mine, want, theirs, as_dtype(dtype))
         assert report, report.message
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none", "mean"])
+def test_a_label_that_is_no_class_shows(monkeypatch: pytest.MonkeyPatch, reduction: str) -> None:
+    """On a GPU nothing checks labels; the loss is NaN."""
+
+    def loss(x: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(x, t, reduction=reduction)
+
+    x, wrong = randn(ROWS, CLASSES), LABELS.clone()
+    wrong[3] = 40
+    [region] = traced(monkeypatch, loss, (x, LABELS)).regions
+    graph = region.kernel.graph
+    integers = (graph.nodes[i].dtype.name == "int64" for i in graph.inputs)
+    [found] = run_reference(graph, [wrong[:, None] if own else x for own in integers])
+    assert found.flatten()[3 if reduction == "none" else 0].isnan()

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from cutesuper.torch.aten.views import turned  # noqa: E402
+from cutesuper.torch.compile.maker import Maker  # noqa: E402
 from cutesuper.torch.compile.written_turns import settle_turns  # noqa: E402
 from tests.backends import compiled  # noqa: E402
 
@@ -86,9 +87,33 @@ def with_another_number(x: Any, cos: Any, sin: Any) -> Any:
     return torch.cat((torch.sub(a * cos, b * sin, alpha=2), b * cos + a * sin), -1)
 
 
+def through_bool(x: Any, cos: Any, sin: Any) -> Any:
+    a, b = x.chunk(2, -1)
+    parts = a * cos - b * sin, b * cos + a * sin
+    return torch.cat([p.bool().float() for p in parts], -1)
+
+
+def through_less(x: Any, cos: Any, sin: Any) -> Any:
+    a, b = x.chunk(2, -1)
+    return torch.cat(((a * cos - b * sin).half().float(), b * cos + a * sin), -1)
+
+
+def across(x: Any, cos: Any, sin: Any) -> Any:
+    """Of rows of three elements, the first two."""
+    x = x[..., :3]
+    return torch.cat((x[..., 1:2], -x[..., :1]), -1).exp() * cos[..., :1]
+
+
+def of_three(x: Any, cos: Any, sin: Any) -> Any:
+    x, cos, sin = x[..., :3], cos[..., :1], sin[..., :1]
+    a, b = x[..., :1], x[..., 1:2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
 TAKEN = (halves, other_order, negated_factor, four_factors, of_a_part, other_way)
 LEFT = (
     three_terms, one_half_twice, used_again, one_factor_for_all, of_two, with_another_number,
+    through_bool, through_less, across, of_three,
 )  # fmt: skip
 
 
@@ -123,3 +148,28 @@ def test_factors_are_put_together_once() -> None:
         torch.testing.assert_close(call(x, cos, sin), layers(x, cos, sin))
     [outside] = reports[0].outside
     assert outside.operators == 2
+
+
+@pytest.mark.filterwarnings("error:.*please report")
+def test_lengths_that_are_known_at_the_call() -> None:
+    def layer(x: Any, weight: Any, cos: Any, sin: Any) -> Any:
+        return halves(torch.nn.functional.rms_norm(x, x.shape[-1:]) @ weight, cos, sin)
+
+    call, reports = compiled(layer, dynamic=True)
+    for length in (5, 7):
+        x, *factors = torch.randn(2, length, LENGTH), *torch.randn(2, 1, length, LENGTH // 2)
+        given = x, torch.randn(LENGTH, LENGTH), *factors
+        with torch.no_grad():
+            torch.testing.assert_close(call(*given), layer(*given))
+    assert reports[-1].taken
+
+
+def test_a_node_that_cannot_be_made_leaves_the_graph_as_it_was() -> None:
+    graph = make_fx(halves, tracing_mode="fake")(
+        torch.randn(2, LENGTH), *torch.randn(2, 2, LENGTH // 2)
+    ).graph
+    x, *_, last = graph.nodes
+    before = len(graph.nodes)
+    with graph.inserting_before(last), pytest.raises(RuntimeError):
+        Maker(graph, x).call(torch.ops.aten.view.default, x, [7])
+    assert len(graph.nodes) == before

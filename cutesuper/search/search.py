@@ -73,7 +73,7 @@ from cutesuper.verify.equivalence import Verification
 #: microseconds, and part of them, that a kernel of rows takes beside launch and memory before its
 #: parts are searched: losses of 8192 x 128256 logits with their sum take 837 us in one kernel of an
 #: expected 490, and 565 in two
-BESIDE_US, BESIDE = 20.0, 0.3
+SLACK_US, SLACK = 20.0, 0.3
 
 
 @dataclass
@@ -502,7 +502,7 @@ class _Search:
         if found is None or found.error is not None or not found.ways:
             return False
         least = least_us(whole.region, self.target)
-        return found.ways[0].total <= least + max(BESIDE_US, BESIDE * least)
+        return found.ways[0].total <= least + max(SLACK_US, SLACK * least)
 
     def _look_at(self, todo: dict[Region, SearchOptions]) -> None:
         """Search regions, in this process or by the executor; none after an interrupt."""

@@ -69,8 +69,9 @@ class NegativeLogLikelihood(Entry):
         values, labels, rows = labelled(b, node, (x, a["target"]), within)
         slots = (*rows, None)
         weight = b.g.label_weight(labels, count, ignored)
-        # rows that are ignored may hold anything
-        losses = b.g.apply("keep", weight, b.g.mul(named(values, labels), -1.0))
+        # rows that are ignored may hold anything; the weight of a label that is no class is NaN
+        kept = b.g.apply("keep", weight, b.g.mul(named(values, labels), -1.0))
+        losses = b.g.mul(weight, kept)
         if a["reduction"] == _OF_ROWS:
             return Built(losses, slots), None
         total = self._total(b, node, losses, slots)

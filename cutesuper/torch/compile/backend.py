@@ -150,6 +150,7 @@ def take_regions(
         decisions, whole = comparison.settle(decisions)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         why = f"no regions were chosen ({type(error).__name__}: {error})"
+        gm.graph.eliminate_dead_code()  # of a form that was not finished
         _complain(why)
         return nothing_taken(phase, gm.graph, why)
     taken = [d for d in decisions if d.verdict.taken]

@@ -232,9 +232,5 @@ class Case:
 
     @cached_property
     def record(self) -> dict[str, Any] | None:
-        """The recorded verdict; None if there is none. Raises CutesuperError.
-        One that did not wait for a search counts until that has ended, maybe in another process."""
-        found = records.read(self.question) if self.searches else None
-        if found is None or not found.get("unfinished"):
-            return found
-        return found if self.program.wanted(self.sample.extents, self.target) else None
+        """The recorded verdict; None if there is none. Raises CutesuperError."""
+        return records.read(self.question) if self.searches else None

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
+from cutesuper.torch.aten.gathers import INDICES
 from cutesuper.torch.compile.maker import Maker
 
 _aten = torch.ops.aten
@@ -71,7 +72,9 @@ def _take_one(graph: fx.Graph, node: fx.Node) -> None:
     if index.target is not _aten.full.default or index.args[0] != [1] or type(extent) is not int:
         return
     place = index.args[1]
-    if index.meta["val"].dtype is torch.bool or not -extent <= place < extent:
+    if index.meta["val"].dtype not in INDICES or type(place) is not int:
+        return
+    if not -extent <= place < extent:
         return
     place %= extent
     with graph.inserting_before(node):

@@ -27,7 +27,11 @@ class Maker:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of an operator."""
         new = self.graph.call_function(target, args, kwargs)
-        new.meta = {**self.like.meta, "val": fake_result(new)}
+        try:
+            new.meta = {**self.like.meta, "val": fake_result(new)}
+        except Exception:
+            self.graph.erase_node(new)  # the graph stays one that can be compiled
+            raise
         return new
 
     def full(self, shape: Sequence[int], dtype: torch.dtype, value: float = 0) -> fx.Node:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cutesuper.torch.aten.factored_dims import equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.table import entry_of, readers
 from cutesuper.torch.aten.views import Same, View, between, range_of, turned
@@ -76,7 +77,9 @@ def _part_of(node: fx.Node, number: int) -> _Part | None:
     if len(operands) != 2 or t.dtype not in FLOATS or not t.is_contiguous():
         return None
     changed, found = operands[number], range_of(operands[1 - number])
-    if found is None or fake(found[0]).shape != t.shape or fake(found[0]).dtype != t.dtype:
+    if found is None or fake(found[0]).dtype != t.dtype:
+        return None
+    if not equal_shapes(fake(found[0]).shape, t.shape):
         return None
     rows, dim, start, stop = found
     length = t.shape[-1]

@@ -65,8 +65,8 @@ class Verdict:
         broken: whether this is a mistake of this package: the kernels compute other values than
             PyTorch, or something failed that must not.
         final: whether no part of the region can do any better.
-        passing: whether the next try may end otherwise, as for want of memory; else it is recorded.
-        unfinished: whether other processes were at work on it when it was no longer waited for.
+        passing: whether the next try may end otherwise, as for want of memory or time; else it is
+            recorded.
     """
 
     taken: bool
@@ -79,7 +79,6 @@ class Verdict:
     broken: bool = False
     final: bool = False
     passing: bool = False
-    unfinished: bool = False
 
 
 @dataclass(frozen=True)
@@ -272,10 +271,10 @@ def _judged(case: Case) -> Verdict:
             return replace(verdict, taken=False, reason=_saves_little(case), final=True)
         if case.patience.left and case.place in case.patience.left:
             reason = (
-                f"not ready when choosing had taken {2 * PATIENCE_S:.0f} s; other processes go on, "
-                "and a later one takes what they leave"
+                f"not ready when choosing had taken {2 * PATIENCE_S:.0f} s; a later process tries "
+                "again, and finds on disk what was done meanwhile"
             )
-            return replace(verdict, taken=False, reason=reason, final=True, unfinished=True)
+            return replace(verdict, taken=False, reason=reason, final=True, passing=True)
         if case.searches:
             verdict = _found(case)
         if verdict.taken and case.options.take == "modelled":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cutesuper.torch.aten.factored_dims import equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.table import arguments_of, entry_of, readers
 from cutesuper.torch.aten.views import Same, range_of, turned
@@ -50,6 +51,8 @@ def _half_of(node: Any) -> tuple[fx.Node, int] | None:
         return None
     x, dim, *kept = found
     *others, length = fake(x).shape
+    if not isinstance(length, int) or length % 2:
+        return None
     half = length // 2
     halves = [[0, half], [half, 2 * half]]
     return (x, halves.index(kept)) if dim == len(others) and kept in halves else None
@@ -63,12 +66,18 @@ def _negated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     b, a = _half_of(first), _half_of(negative.args[0])
     if a is None or b is None or a[0] is not b[0] or (a[1], b[1]) != (0, 1):
         return None
+    if not equal_shapes(fake(a[0]).shape, fake(node).shape):
+        return None
     make = TurnMaker(graph, node)
     return make.call(_aten.neg.default, make.turned_halves(a[0]))
 
 
-def _before_casts(node: fx.Node) -> fx.Node:
+def _before_casts(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """The node in front of casts that round no more than one to this type does."""
     while isinstance(entry_of(node), Same):
+        own = fake(node).dtype
+        if own not in FLOATS or (own is not dtype and own.itemsize <= dtype.itemsize):
+            break
         [node] = node.all_input_nodes
     return node
 
@@ -106,7 +115,8 @@ def _term(node: Any, sign: int) -> _Term | None:
 def _sums(node: fx.Node) -> list[dict[int, _Term]]:
     """The terms of both parts of a concatenation, by half; none if it is of anything else.
     Nothing else reads what is between."""
-    parts = [_before_casts(part) for part in arguments_of(node)["tensors"]]
+    dtype = fake(node).dtype
+    parts = [_before_casts(part, dtype) for part in arguments_of(node)["tensors"]]
     found = [_terms(part) for part in parts]
     terms = [t for own in found for t in own.values()]
     if len(terms) != 4 or len({t.rows for t in terms}) > 1:
@@ -130,7 +140,7 @@ def _of_whole_rows(graph: fx.Graph, node: fx.Node, made: dict[Hashable, fx.Node]
         return None
     pairs = (x, straight), (make.turned_halves(x), across)
     both = make.call(_aten.add.Tensor, *(make.call(_aten.mul.Tensor, *pair) for pair in pairs))
-    if fake(both).shape != fake(node).shape or not fake(node).is_contiguous():
+    if not equal_shapes(fake(both).shape, fake(node).shape) or not fake(node).is_contiguous():
         return None
     cast = make.call(_prims.convert_element_type.default, both, fake(node).dtype)
     return make.stored(cast)
@@ -142,7 +152,7 @@ def _joined(
     """The factors of two halves as one of whole rows, times a sign each.
     None for factors that vary along other dimensions than each other."""
     key = tuple((form_of(t.factor), sign * t.sign) for t, sign in halves)
-    if len({fake(t.factor).shape for t, _ in halves}) > 1:
+    if not equal_shapes(*(fake(t.factor).shape for t, _ in halves)):
         return None
     if key not in made:
         parts = [

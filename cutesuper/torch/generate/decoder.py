@@ -87,7 +87,7 @@ class Decoder:
         self._generator = torch.Generator(self._device)
         parameters = inspect.signature(self._original.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        #: true for a model of which the library says that it knows caches of fixed length
+        #: true if the library says that the model knows caches of fixed length, or that was seen
         self._is_sure = getattr(self._original, "_can_compile_fullgraph", False)
         self._loan = Loan()
         #: steps that have run, and the graph, with and without padding
@@ -158,18 +158,24 @@ class Decoder:
                 f"generate({name}): it fails with a cache of fixed length: {lines[0]} (see the "
                 "cause of this error); use model.generate"
             ) from error
-        if not self._is_sure:
-            plain = self._logits(prompt, mask, position, None, **last)
-            unit = torch.finfo(self._original.get_input_embeddings().weight.dtype).eps
-            most = max(NEAR, ROUNDINGS * unit) * plain.abs().max()
-            if not bool((logits - plain).abs().max() <= most):
-                raise GenerationError(
-                    f"generate({name}): its logits are others with a cache of fixed length than "
-                    "without a cache, so this model of transformers cannot generate with one; use "
-                    "model.generate"
-                )
+        if not (self._is_sure or self._original.training):  # dropout draws anew each time
+            self._compare(logits, self._logits(prompt, mask, position, None, **last))
             self._is_sure = True
         return logits
+
+    def _compare(self, logits: Tensor, plain: Tensor) -> None:
+        """Raise GenerationError if logits of a prompt are not those without a cache."""
+        dtype = self._original.get_input_embeddings().weight.dtype
+        unit = torch.finfo(dtype if dtype.is_floating_point else torch.bfloat16).eps
+        known = plain.masked_fill(~plain.isfinite(), 0)
+        most = max(NEAR, ROUNDINGS * unit) * known.abs().max()
+        if bool(((logits == plain) | ((logits - plain).abs() <= most)).all()):
+            return
+        raise GenerationError(
+            f"generate({type(self._original).__name__}): its logits are others with a cache of "
+            "fixed length than without a cache, so this model of transformers cannot generate with "
+            "one; use model.generate"
+        )
 
     def _logits(
         self, tokens: Tensor, mask: Any, position: Tensor, cache: Any, **options: Any
