@@ -134,8 +134,8 @@ def _replace(graph: fx.Graph, a: _Added) -> None:
         if table is None:
             table = make.full([words, width], into.dtype)
         else:
-            # all rows are read before one is stored: Inductor (2.11, 2.13) fuses no load with a store
-            # at places that an index names
+            # all rows are read before one is stored: Inductor (PyTorch 2.11 and 2.13) fuses no load
+            # with a store at places that an index names
             before = new(_take, table, [index])
             before = new(_prims.convert_element_type.default, before, torch.float32)
             mine = new(_aten.add.Tensor, before, mine)
