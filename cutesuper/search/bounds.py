@@ -18,6 +18,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.dims import extent
 from cutesuper.search.cuts import Segments
 from cutesuper.search.forms import recognized
+from cutesuper.skeletons.cost import SPECIAL
 from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.targets import Target
 
@@ -36,6 +37,18 @@ def least_of_form_us(region: Region, target: Target) -> float:
     program, by = recognized(region, target)
     memory_us = _moved(region) / by.skeleton.bandwidth(target) * 1e6
     return by.skeleton.least_us(program, by.form, target, memory_us)
+
+
+def least_of_arithmetic_us(region: Region, target: Target) -> float:
+    """Microseconds that all multiprocessors take for the arithmetic of a region, at least.
+    Either for its special functions or for the rest: each has a unit of its own."""
+    sizes = [prod(map(extent, s)) for s in (*region.inputs, *(op.shape for op in region.ops))]
+    counts = {True: 0.0, False: 0.0}
+    for n, op in enumerate(region.ops, len(region.inputs)):
+        elements = max(sizes[n], *(sizes[v.value] for v in op.operands), 0)
+        each = target.rates.instructions.get(op.kind, 1)
+        counts[each >= SPECIAL] += each * elements
+    return max(counts.values()) / (target.sms * target.rates.lanes_per_us)
 
 
 @lru_cache

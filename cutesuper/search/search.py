@@ -41,7 +41,14 @@ from cutesuper.ir.definitions import added
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.search.again import computed_again
-from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_of_form_us, least_us
+from cutesuper.search.bounds import (
+    TOGETHER,
+    Bounds,
+    TooDear,
+    least_of_arithmetic_us,
+    least_of_form_us,
+    least_us,
+)
 from cutesuper.search.cuts import (
     MAX_SEGMENT,
     Cut,
@@ -70,9 +77,9 @@ from cutesuper.skeletons.form import needs_positions
 from cutesuper.targets import Target
 from cutesuper.verify.equivalence import Verification
 
-#: microseconds, and part of them, that a kernel of rows takes beside launch and memory before its
-#: parts are searched: losses of 8192 x 128256 logits with their sum take 837 us in one kernel of an
-#: expected 490, and 565 in two
+#: microseconds, and part of its memory or arithmetic, that a kernel of rows may take beside them
+#: before its parts are searched: losses of 8192 x 128256 logits with their sum take 837 us in one
+#: kernel of an expected 490, and 565 in two
 SLACK_US, SLACK = 20.0, 0.3
 
 
@@ -488,7 +495,8 @@ class _Search:
     def _is_one_kernel(self, segments: Segments) -> bool:
         """True if a whole graph is one kernel of rows, which hardly a sequence of kernels beats.
         Then its parts are not searched. The backward pass of a LayerNorm has 135 parts, which took
-        two minutes. A kernel that takes much more than its memory is another matter."""
+        two minutes. A kernel that takes much more than its memory and its arithmetic is another
+        matter."""
         whole = segments.whole()
         if not self.options.lowered or whole is None or not rows_meet(whole.region):
             return False
@@ -501,7 +509,8 @@ class _Search:
         found = self._found.get((whole.region, True))
         if found is None or found.error is not None or not found.ways:
             return False
-        least = least_us(whole.region, self.target)
+        bounds = least_us, least_of_arithmetic_us
+        least = max(bound(whole.region, self.target) for bound in bounds)
         return found.ways[0].total <= least + max(SLACK_US, SLACK * least)
 
     def _look_at(self, todo: dict[Region, SearchOptions]) -> None:

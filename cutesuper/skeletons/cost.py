@@ -36,6 +36,9 @@ MIN_STAGES = 3
 #: barriers, row scalars
 RESERVED_BYTES = 4096
 
+#: instructions from which on an operator is a special function, whose unit is apart from the lanes
+SPECIAL = 4
+
 
 @dataclass(frozen=True)
 class Cost:

@@ -7,7 +7,7 @@ from math import prod
 from typing import Literal
 
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.skeletons.cost import Cost, computes, instructions, overlapped
+from cutesuper.skeletons.cost import SPECIAL, Cost, computes, instructions, overlapped
 from cutesuper.skeletons.rows.form import PersistentForm, RowForm
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.settings import stage_limit
@@ -15,8 +15,6 @@ from cutesuper.targets import Target
 
 #: elements that a block of an element-wise kernel takes
 ROW_ELEMENTS = 2048
-#: instructions from which on an operator is a special function, whose unit is apart from the lanes
-SPECIAL = 4
 
 
 def price(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:
