@@ -32,7 +32,7 @@ from cutesuper.torch.aten.table import (
     of_a_node,
     products,
 )
-from cutesuper.torch.aten.views import Expand, Filled, Same, between, turned
+from cutesuper.torch.aten.views import Expand, Filled, Same, turned, unneeded
 
 #: masks that are added to scores
 _FILLED = ("added", "lowest")
@@ -346,7 +346,7 @@ def unread(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _makers(node: fx.Node) -> Iterator[fx.Node]:
     lengths = lengths_of(node)
     if turned(node) is not None:
-        yield from between(node)
+        yield from unneeded(node)
     if lengths is None:
         return
     todo = [mask_read(node)]

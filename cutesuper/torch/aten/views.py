@@ -362,7 +362,7 @@ def turned(node: fx.Node) -> fx.Node | None:
     if node.target is not torch.ops.aten.cat.default or len(node.args[0]) != 2:  # type: ignore[arg-type]
         return None
     negative = negated(node)
-    if negative is None or turning(negative) is not node:  # it is computed in any case
+    if negative is None or only_reader(negative) is not node:  # it is computed in any case
         return None
     halves = _turned_halves(node, negative)
     return halves if halves is not None else _turned_pairs(node, negative)
@@ -375,7 +375,7 @@ def negated(node: fx.Node) -> fx.Node | None:
     return first if first.target is _NEG else None
 
 
-def between(node: fx.Node) -> Iterator[fx.Node]:
+def unneeded(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that a concatenation which turns does not need: the negated part, and its view."""
     first: Any = node.args[0][0]  # type: ignore[index]
     yield first
@@ -383,7 +383,7 @@ def between(node: fx.Node) -> Iterator[fx.Node]:
         yield first.args[0]
 
 
-def turning(node: fx.Node) -> fx.Node | None:
+def only_reader(node: fx.Node) -> fx.Node | None:
     """The only reader of a node, or of a view with one more dimension that alone reads it."""
     [user, *others] = node.users or [None]
     if user is not None and user.target is _UNSQUEEZE and not others:
@@ -392,16 +392,24 @@ def turning(node: fx.Node) -> fx.Node | None:
 
 
 def _turned_halves(node: fx.Node, negative: fx.Node) -> fx.Node | None:
-    a = arguments_of(node)
-    second, first = range_of(negative.args[0]), range_of(a["tensors"][1])
+    a, rank = arguments_of(node), fake(node).dim()
+    second, first = half_of(negative.args[0]), half_of(a["tensors"][1])
     if first is None or second is None or first[0] is not second[0]:
         return None
-    *others, extent = fake(first[0]).shape
-    last = len(others)
-    if a["dim"] % (last + 1) != last or first[1] != last or extent % 2:
+    return first[0] if a["dim"] % rank == rank - 1 and (first[1], second[1]) == (0, 1) else None
+
+
+def half_of(node: Any) -> tuple[fx.Node, int] | None:
+    """Rows of even length, and which half of them a node is; None for any other node."""
+    found = range_of(node)
+    if found is None:
         return None
-    halves = (last, 0, extent // 2), (last, extent // 2, extent)
-    return first[0] if (first[1:], second[1:]) == halves else None
+    x, dim, *kept = found
+    *others, length = fake(x).shape
+    if dim != len(others) or not isinstance(length, int) or length % 2:
+        return None
+    halves = [0, length // 2], [length // 2, length]
+    return (x, halves.index(kept)) if kept in halves else None
 
 
 def _turned_pairs(node: fx.Node, negative: fx.Node) -> fx.Node | None:
@@ -433,7 +441,7 @@ def _every_second(node: Any) -> tuple[fx.Node, int] | None:
 
 def is_negated(node: fx.Node) -> bool:
     """True for a node that only a concatenation reads which turns, and does not need it."""
-    user = turning(node)
+    user = only_reader(node)
     return user is not None and turned(user) is not None and negated(user) is node
 
 

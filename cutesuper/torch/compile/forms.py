@@ -100,11 +100,10 @@ def _turn_back(graph: fx.Graph, node: fx.Node) -> None:
     if second.node.target is not _aten.neg.default:
         return
     with graph.inserting_before(node):
-        left = graph.call_function(_aten.neg.default, (first.node,))
-        left.meta = dict(first.node.meta)
-        turned = graph.call_function(_aten.cat.default, ([left, second.node.args[0]], first.dim))
-        back = graph.call_function(_aten.neg.default, (turned,))
-    turned.meta, back.meta = dict(node.meta), dict(node.meta)
+        make = Maker(graph, node)
+        left = make.call(_aten.neg.default, first.node)
+        turned = make.call(_aten.cat.default, [left, second.node.args[0]], first.dim)
+        back = make.call(_aten.neg.default, turned)
     node.replace_all_uses_with(back)
     graph.erase_node(node)
 

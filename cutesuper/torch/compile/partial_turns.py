@@ -19,8 +19,8 @@ from torch import fx
 from cutesuper.torch.aten.factored_dims import equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.table import entry_of, readers
-from cutesuper.torch.aten.views import Same, View, between, range_of, turned
-from cutesuper.torch.compile.turn_nodes import TurnMaker, form_of
+from cutesuper.torch.aten.views import Same, View, range_of, turned, unneeded
+from cutesuper.torch.compile.turn_nodes import TurnMaker, form_of, unturned
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _ELEMENTWISE = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.neg.default}
@@ -38,9 +38,7 @@ def widen_turns(graph: fx.Graph) -> None:
         graph: with fake tensors in ``meta["val"]``.
     """
     made = dict[Hashable, fx.Node]()
-    for node in list(graph.nodes):
-        if node.target is not _aten.cat.default or turned(node) is not None:
-            continue
+    for node in unturned(graph):
         for number in range(2):
             part = _part_of(node, number)
             if part is not None:
@@ -164,7 +162,7 @@ class _Wide:
         if x is None:
             return None
         self.turns = True
-        self.known |= dict.fromkeys(between(node), x)  # they read the part for this node alone
+        self.known |= dict.fromkeys(unneeded(node), x)  # they read the part for this node alone
         width, length = self.part.end - self.part.begin, self.part.length
         pairs = fake(node).dim() > fake(whole).dim()
         if any(n % (2 if pairs else width) for n in (self.part.begin, length)):

@@ -59,7 +59,7 @@ from cutesuper.torch.aten.table import (
     products,
     unknown,
 )
-from cutesuper.torch.aten.views import is_negated, turning
+from cutesuper.torch.aten.views import is_negated, only_reader
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,7 @@ def _narrows(cast: fx.Node, node: fx.Node) -> bool:
 
 def _uses(node: fx.Node, last: fx.Node, inside: _Inside) -> Iterator[tuple[fx.Node, fx.Node]]:
     for user in node.users:
-        if user in inside or (is_negated(user) and turning(user) in inside):
+        if user in inside or (is_negated(user) and only_reader(user) in inside):
             continue
         if is_free(user) and user.op == "call_function" and not _is_place(node):
             yield from _uses(user, user if _narrows(user, last) else last, inside)

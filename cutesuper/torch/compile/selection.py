@@ -271,8 +271,8 @@ def _judged(case: Case) -> Verdict:
             return replace(verdict, taken=False, reason=_saves_little(case), final=True)
         if case.patience.left and case.place in case.patience.left:
             reason = (
-                f"not ready when choosing had taken {2 * PATIENCE_S:.0f} s; a later process tries "
-                "again, and finds on disk what was done meanwhile"
+                "not ready when it was no longer waited for; a later process tries again, and "
+                "finds on disk what was done meanwhile"
             )
             return replace(verdict, taken=False, reason=reason, final=True, passing=True)
         if case.searches:

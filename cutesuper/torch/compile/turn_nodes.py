@@ -1,12 +1,15 @@
-"""New nodes of a graph that turn halves and pairs of rows, as `views.turned` knows them."""
+"""Nodes of a graph that turn halves and pairs of rows, as `views.turned` knows them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import fx
 
 from cutesuper.torch.aten.graph_builder import fake
 from cutesuper.torch.aten.table import is_free
+from cutesuper.torch.aten.views import turned
 from cutesuper.torch.compile.maker import Maker
 
 _aten = torch.ops.aten
@@ -17,6 +20,13 @@ def form_of(node: fx.Node) -> str:
     if not is_free(node):
         return node.name
     return f"{node.target} {fx.map_arg((node.args, node.kwargs), form_of)}"
+
+
+def unturned(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The concatenations that `views.turned` does not know; the graph may change meanwhile."""
+    for node in list(graph.nodes):
+        if node.target is _aten.cat.default and turned(node) is None:
+            yield node
 
 
 class TurnMaker(Maker):

@@ -18,8 +18,8 @@ from torch import fx
 from cutesuper.torch.aten.factored_dims import equal_shapes
 from cutesuper.torch.aten.graph_builder import FLOATS, fake
 from cutesuper.torch.aten.table import arguments_of, entry_of, readers
-from cutesuper.torch.aten.views import Same, range_of, turned
-from cutesuper.torch.compile.turn_nodes import TurnMaker, form_of
+from cutesuper.torch.aten.views import Same, half_of
+from cutesuper.torch.compile.turn_nodes import TurnMaker, form_of, unturned
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 #: the sign of the second operand
@@ -33,9 +33,7 @@ def settle_turns(graph: fx.Graph) -> None:
         graph: with fake tensors in ``meta["val"]``.
     """
     made = dict[Hashable, fx.Node]()
-    for node in list(graph.nodes):
-        if node.target is not _aten.cat.default or turned(node) is not None:
-            continue
+    for node in unturned(graph):
         a, t = arguments_of(node), fake(node)
         if len(a["tensors"]) == 2 and a["dim"] % t.dim() == t.dim() - 1 and t.dtype in FLOATS:
             with graph.inserting_before(node):
@@ -44,26 +42,12 @@ def settle_turns(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(new)
 
 
-def _half_of(node: Any) -> tuple[fx.Node, int] | None:
-    """Rows, and which half of them a node is; None for any other node."""
-    found = range_of(node)
-    if found is None:
-        return None
-    x, dim, *kept = found
-    *others, length = fake(x).shape
-    if not isinstance(length, int) or length % 2:
-        return None
-    half = length // 2
-    halves = [[0, half], [half, 2 * half]]
-    return (x, halves.index(kept)) if dim == len(others) and kept in halves else None
-
-
 def _negated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """Halves that are turned the other way; None for another node."""
     first, negative = arguments_of(node)["tensors"]
     if negative.target is not _aten.neg.default or {*negative.users} != {node}:
         return None
-    b, a = _half_of(first), _half_of(negative.args[0])
+    b, a = half_of(first), half_of(negative.args[0])
     if a is None or b is None or a[0] is not b[0] or (a[1], b[1]) != (0, 1):
         return None
     if not equal_shapes(fake(a[0]).shape, fake(node).shape):
@@ -106,7 +90,7 @@ def _term(node: Any, sign: int) -> _Term | None:
     if getattr(node, "target", None) is not _aten.mul.Tensor:
         return None
     for half, factor in (node.args, node.args[::-1]):
-        found = _half_of(half)
+        found = half_of(half)
         if found is not None and isinstance(factor, fx.Node):
             return _Term(*found, factor, sign, node)
     return None
