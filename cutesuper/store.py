@@ -90,6 +90,12 @@ def user_folder() -> Path:
     return default_root() / "schedules"
 
 
+def state() -> str:
+    """Text that is another one after the user stored or removed a program: names and times."""
+    found = user_folder().rglob("*.json")
+    return str(sorted((str(path), path.lstat().st_mtime_ns) for path in found))
+
+
 def file_name(graph: KernelGraph, arch: str, dependent_launch: bool) -> Path:
     """Path of a program's file below a folder: readable, and unique by its hash."""
     key = [canonical(graph), arch, dependent_launch]

@@ -57,10 +57,14 @@ def write(
 
 def path_of(question: Sequence[object], cache: KernelCache | None = None) -> Path:
     """The file of a record, in a cache or the default one. Raises CacheError."""
+    return (cache or KernelCache()).root / RECORDS / f"{digest(question)}.json"
+
+
+def digest(question: Sequence[object]) -> str:
+    """A hash of a question, this package's sources and settings, and the versions."""
     versions = platform.python_version(), np.__version__
     text = repr((_sources(), versions, tuple(question)))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return (cache or KernelCache()).root / RECORDS / f"{digest}.json"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache

@@ -5,9 +5,10 @@
   unchanged).
 * ``torch._guards.TracingContext``: where Inductor reports the strides of results, once a graph.
 * ``torch._functorch.config``: the cache of AOTAutograd is keyed by the graph that Dynamo found, and
-  not by the backend. It would give Inductor's code to this backend and, worse, this backend's to
-  Inductor, so it is off while this backend compiles. Inductor's cache is keyed by the graph that it
-  compiles, calls of regions included, and stays on.
+  by Inductor's options, not by the backend. It would give Inductor's code to this backend and,
+  worse, this backend's to Inductor. So a pass of ours has a key, and what is compiled without one
+  (trials, ``explain``) is not kept. Inductor's cache is keyed by the graph that it compiles, calls
+  of regions included.
 * ``CheckpointPolicy`` in ``node.meta["recompute"]``, as activation checkpointing leaves it: what
   the backward graph computes again.
 * ``torch._inductor.decomposition``: decompositions of operators that ``torch.export`` leaves whole;
@@ -66,14 +67,26 @@ def is_compiler_on() -> bool:
 
 
 def compile_with(
-    gm: fx.GraphModule, inputs: Sequence[Any], inner: InnerCompile, patches: Mapping[str, Any]
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    inner: InnerCompile,
+    patches: Mapping[str, Any],
+    kept: bool = False,
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo by Inductor and AOTAutograd.
-    ``inner`` compiles the graphs that AOTAutograd makes of it."""
+
+    Args:
+        gm: the graph.
+        inputs: its fake inputs.
+        inner: compiles the graphs that AOTAutograd makes of it.
+        patches: options of Inductor; of a graph that is kept, those of `recomputing`, with a key.
+        kept: whether the result is kept on disk, or found there, if the user lets PyTorch do that.
+    """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
+    kept = kept and config.enable_autograd_cache
+    with config.patch(enable_autograd_cache=kept, enable_remote_autograd_cache=False):
         compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(patches))
     return cast("Callable[..., Any]", compiled)
 
@@ -82,6 +95,7 @@ def recomputing(
     patches: Mapping[str, Any],
     change: Callable[[fx.Graph], None],
     chosen: Callable[[fx.Graph], Iterable[fx.Node]],
+    key: str | None,
 ) -> dict[str, Any]:
     """Options of Inductor with which the backward graph computes chosen nodes again.
 
@@ -91,6 +105,7 @@ def recomputing(
         patches: other options.
         change: changes the graph of both passes, or that of inference, first.
         chosen: finds these nodes in the graph of both passes.
+        key: part of those of PyTorch's caches.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass  # 3 s with what it imports
 
@@ -111,7 +126,7 @@ def recomputing(
         def uuid(self) -> Any:
             """A name for Inductor's cache; None if one of the user's passes has none."""
             own = [getattr(other, "uuid", lambda: None)() for other in others]
-            return None if None in own else (change.__qualname__, chosen.__qualname__, *own)
+            return None if None in own else (change.__qualname__, chosen.__qualname__, key, *own)
 
     return {**patches, name: Recomputing()}
 

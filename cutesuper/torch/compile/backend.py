@@ -26,6 +26,7 @@ from cutesuper.torch.compile.constants import settle_constants
 from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.forms import settle_forms
 from cutesuper.torch.compile.heads import take_heads
+from cutesuper.torch.compile.kept_code import kept_code
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partial_turns import widen_turns
 from cutesuper.torch.compile.partition import partition, unwritten
@@ -74,8 +75,8 @@ def compile_graph(
         gm: the graph.
         inputs: its fake inputs.
         options: of the backend.
-        observe: receives the report of every graph; that of the backward graph when it is compiled,
-            which is later.
+        observe: receives the report of every graph, of which nothing is kept on disk then; that of
+            the backward graph when it is compiled, which is later.
         finish: compiles the rest.
     """
     try:
@@ -85,9 +86,12 @@ def compile_graph(
     except Exception as error:  # whatever the error, Inductor can compile the graph
         _complain(f"no losses were looked for ({type(error).__name__}: {error})")
     names = internals.argument_names(gm)
+    code = kept_code(gm, options)
+    observe = observe or code.follow
     inner = partial(_inner, options=options, names=names, observe=observe, finish=finish)
-    patches = internals.recomputing(options.inductor, settle_constants, computed_again)
-    return internals.compile_with(gm, inputs, inner, patches)
+    patches = internals.recomputing(options.inductor, settle_constants, computed_again, code.key)
+    kept = code.key is not None and observe == code.follow
+    return internals.compile_with(gm, inputs, inner, patches, kept)
 
 
 def _inner(
@@ -96,7 +100,7 @@ def _inner(
     *,
     options: BackendOptions,
     names: Sequence[str],
-    observe: Callable[[GraphReport], None] | None,
+    observe: Callable[[GraphReport], None],
     finish: internals.InnerCompile,
     **rest: Any,
 ) -> Any:
@@ -111,8 +115,7 @@ def _inner(
     else:
         internals.follow_inputs(gm, inputs)
         report = take_regions(gm, options, phase, partial(_for_trial, inputs, rest), names)
-    if observe is not None:
-        observe(report)
+    observe(report)
     return finish(gm, inputs, **rest)
 
 
@@ -152,7 +155,7 @@ def take_regions(
         why = f"no regions were chosen ({type(error).__name__}: {error})"
         gm.graph.eliminate_dead_code()  # of a form that was not finished
         _complain(why)
-        return nothing_taken(phase, gm.graph, why)
+        return replace(nothing_taken(phase, gm.graph, why), passing=True)
     taken = [d for d in decisions if d.verdict.taken]
     calls = [Call(d.region, region_operator, (d.key,), region_in_place) for d in taken]
     done = {copy for call in calls for copy in changed(call).values()}
@@ -166,7 +169,11 @@ def take_regions(
         settle_counters(gm.graph)
         gm.graph.lint()
         gm.recompile()
-    return replace(report, whole=whole, seconds=time.perf_counter() - start)
+    passing = any(d.verdict.passing or d.verdict.broken for d in decisions) or (
+        whole is not None and whole.passing
+    )
+    seconds = time.perf_counter() - start
+    return replace(report, whole=whole, seconds=seconds, passing=passing)
 
 
 def _complain(what: str) -> None:

@@ -69,6 +69,7 @@ class GraphReport:
         outside: nodes that are in no region.
         seconds: from the search for regions to the last decision.
         whole: the times of the whole graph; None if no region is fast alone, or nothing is timed.
+        passing: whether another process may decide otherwise.
     """
 
     phase: Phase
@@ -76,6 +77,7 @@ class GraphReport:
     outside: tuple[OutsideReport, ...]
     seconds: float = 0.0
     whole: Whole | None = None
+    passing: bool = False
 
     @property
     def taken(self) -> int:

@@ -55,6 +55,7 @@ class Whole:
         inductor_us: the same without any.
         given_back: number of regions that are fast alone, and are not kept.
         reason: why nothing was timed, or "".
+        passing: whether the next try may end otherwise, as for want of memory.
     """
 
     ours_us: float | None = None
@@ -62,6 +63,7 @@ class Whole:
     inductor_us: float | None = None
     given_back: int = 0
     reason: str = ""
+    passing: bool = False
 
 
 class Comparison:
@@ -167,9 +169,10 @@ def _settled(
             return list(decisions), Whole(reason=why)
         whole, kept = _known_or_tried(trial, options)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        return list(decisions), Whole(reason=f"for want of memory: {str(error).splitlines()[0]}")
+        why = f"for want of memory: {str(error).splitlines()[0]}"
+        return list(decisions), Whole(reason=why, passing=True)
     except Exception as error:  # whatever the error, the regions are faster alone
-        return list(decisions), Whole(reason=f"{type(error).__name__}: {error}")
+        return list(decisions), Whole(reason=f"{type(error).__name__}: {error}", passing=True)
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
