@@ -71,7 +71,7 @@ def attention_of(model: nn.Module, x: Any) -> list[Any]:
             backend.compile_graph, options=read_options({"take": "modelled", "target": "h200"}),
             finish=internals.run_eagerly,
         )  # fmt: skip
-        patch.setattr(backend, "decide", lambda regions, *_: [])
+        patch.setattr(backend, "decide", lambda regions, options, meanwhile: [])
         torch.compile(model, backend=given, fullgraph=True)(x).sum().backward()
     return seen
 

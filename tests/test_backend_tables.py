@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import fx, nn  # noqa: E402
 
-from cutesuper.torch.compile import ahead, backend, tables  # noqa: E402
+from cutesuper.torch.compile import backend, tables  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import compiled  # noqa: E402
 
@@ -55,7 +55,6 @@ def put(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     own = tables.settle_tables
     monkeypatch.setattr(backend, "settle_tables", settle)
-    monkeypatch.setattr(ahead.Ahead, "has_time", False)  # it would cut the backward graph twice
     return found
 
 

@@ -48,18 +48,3 @@ def test_the_least_of_two_products(rows: int, work: bool) -> None:
     assert (flops > memory) == work
     assert least_us(g, H200) == pytest.approx(max(memory, flops) * 1e6 + H200.launch_us)
     assert least_us(g, H200) < baseline(g, H200).us
-
-
-def test_what_needs_no_product_is_computed_beside_what_uses_it() -> None:
-    """The derivative of an activation: one kernel behind the product, not two. Of the residual, the
-    first use says where."""
-    g = cs.new_kernel_graph()
-    x, w = g.new_input((4096, 4096), cs.bfloat16), g.new_input((4096, 4096), cs.bfloat16)
-    before, gate = (g.new_input((4096, 4096), cs.bfloat16) for _ in range(2))
-    g.mark_output(g.mul(g.matmul(x, w), g.sigmoid(gate)))
-    assert baseline(g, H200).kernels == 2
-    y = g.add(before, gate)
-    g.mark_output(g.add(g.matmul(y, w), y))
-    assert baseline(g, H200).kernels == 5  # the sum is an operand: made first, stored, read again
-    g.mark_output(g.exp(gate))
-    assert baseline(g, H200).kernels == 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -117,31 +116,19 @@ def _groups(graph: KernelGraph) -> list[set[int]]:
     """The nodes of each kernel."""
     computed = _computed(graph)
     multiplies = {i: _multiplies(graph.nodes[i]) for i in computed}
-    depth = _depths(graph, multiplies)
+    #: products on the longest path to a node: nodes after one cannot be fused with nodes before it
+    depth: dict[int, int] = {}
     kernels = Classes[int]()
     for i in computed:
-        for j in (j for j in graph.nodes[i].inputs if j in multiplies):
+        before = [j for j in graph.nodes[i].inputs if j in multiplies]
+        depth[i] = max((depth[j] + multiplies[j] for j in before), default=0)
+        for j in before:
             if not multiplies[i] and not multiplies[j] and depth[i] == depth[j]:
                 kernels.join(i, j)
     found: dict[int, set[int]] = {}
     for i in computed:
         found.setdefault(kernels.find(i), set()).add(i)
     return [g for g in found.values() if not all(_moves_nothing(graph, i) for i in g)]
-
-
-def _depths(graph: KernelGraph, multiplies: Mapping[int, bool]) -> dict[int, int]:
-    """Products in front of each node: those after one cannot be fused with those before it.
-    What is used behind more products than it needs is computed there, beside what uses it."""
-    depth: dict[int, int] = {}
-    for i in multiplies:
-        before = (j for j in graph.nodes[i].inputs if j in multiplies)
-        depth[i] = max((depth[j] + multiplies[j] for j in before), default=0)
-    late = dict[int, int]()
-    for i in reversed(list(multiplies)):
-        depth[i] = depth[i] if multiplies[i] else late.get(i, depth[i])
-        for j in graph.nodes[i].inputs:
-            late[j] = min(late.get(j, depth[i]), depth[i])
-    return depth
 
 
 def _computed(graph: KernelGraph) -> list[int]:
