@@ -573,7 +573,7 @@ def test_inductor_s_graph_is_not_compiled_where_nobody_is_expected_to_time_it(
     monkeypatch.setattr(measure, "device_of", lambda device: Clock([]))
     seen: list[Any] = []
 
-    def decide(regions: Any, options: Any, *_: Any) -> Any:
+    def decide(regions: Any, options: Any, meanwhile: Any) -> Any:
         options = replace(options, take="faster", target=cs.H200)
         asked: list[Any] = []
         beside = whole.Comparison(seen[0], options, asked.append)

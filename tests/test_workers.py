@@ -51,22 +51,6 @@ def test_results_and_errors_come_whole(pool: Workers) -> None:
     assert len(pool._threads) <= 2
 
 
-def test_later_calls_wait_for_the_others(pool: Workers) -> None:
-    """They leave a process free, and begin when nothing else is to be done."""
-    later = [pool.later(time.sleep, 0.3) for _ in range(2)]
-    assert not pool.is_busy
-    assert pool.submit(pow, 3, 2).result() == 9
-    assert not later[1].running() and not later[1].done()
-    slow = pool.submit(time.sleep, 0.3), pool.submit(time.sleep, 0.3)
-    assert pool.is_busy
-    while not all(f.done() for f in slow):
-        assert not later[1].done()
-        time.sleep(0.01)
-    assert later[1].result() is None and not pool.is_busy
-    dropped = [pool.later(time.sleep, 0.1) for _ in range(2)][1]
-    assert dropped.cancel()
-
-
 def test_one_that_dies_is_replaced(pool: Workers) -> None:
     first = pool.submit(os.getpid).result()
     with pytest.raises(WorkerLost, match=r"^process died \(exit code 3\)"):

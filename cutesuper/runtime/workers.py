@@ -24,7 +24,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -53,21 +52,6 @@ class WorkerLost(RuntimeError):
     """A worker that cannot be started, has died, or hung; the text begins with "process"."""
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A call for a worker.
-
-    Attributes:
-        future: of its result.
-        content: the pickled call.
-        later: whether others are done first.
-    """
-
-    future: Future[Any]
-    content: bytes
-    later: bool = False
-
-
 class Workers(Executor):
     """An executor of worker processes.
     They start when there are jobs for them, end when there were none for `IDLE_S`, and are replaced
@@ -79,13 +63,11 @@ class Workers(Executor):
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._jobs: deque[_Job] = deque()
-        self._later: deque[_Job] = deque()
+        self._jobs: deque[tuple[Future[Any], bytes]] = deque()
         self._changed = threading.Condition()
         self._threads: set[threading.Thread] = set()
         self._workers: set[_Worker] = set()
-        #: threads without a job, jobs of `submit` that have not ended, of `later` that have begun
-        self._idle = self._open = self._begun = 0
+        self._idle = 0
         self._ended = self._at_once = False
         atexit.register(self._exit)
 
@@ -95,35 +77,17 @@ class Workers(Executor):
         Raises:
             Exception: from ``pickle``; functions are those of modules other than ``__main__``.
         """
-        return self._queued(_Job(Future[T](), pickle.dumps((fn, args, kwargs))))
-
-    def later(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue a call behind all others; at most half of the processes are at such calls.
-        Raises what `submit` raises."""
-        return self._queued(_Job(Future[T](), pickle.dumps((fn, args, kwargs)), later=True))
-
-    @property
-    def is_busy(self) -> bool:
-        """True if there are as many calls of `submit` as processes."""
-        return self._open >= self.most
-
-    def _queued(self, job: _Job) -> Future[Any]:
+        content, future = pickle.dumps((fn, args, kwargs)), Future[T]()
         with self._changed:
             if self._ended:
                 raise RuntimeError("workers: they have been shut down")
-            (self._later if job.later else self._jobs).append(job)
-            self._open += not job.later
-            waiting = len(self._jobs) + min(len(self._later), self._most_later - self._begun)
-            if waiting > self._idle and len(self._threads) < self.most:
+            self._jobs.append((future, content))
+            if len(self._jobs) > self._idle and len(self._threads) < self.most:
                 thread = threading.Thread(target=self._drain, daemon=True)
                 self._threads.add(thread)
                 thread.start()
             self._changed.notify()
-        return job.future
-
-    @property
-    def _most_later(self) -> int:
-        return max(1, self.most // 2)
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End all workers after the jobs that they have, or, with ``cancel_futures``, at once."""
@@ -133,8 +97,8 @@ class Workers(Executor):
             threads = list(self._threads)
             if cancel_futures:
                 self._at_once = True
-                for job in (*self._jobs, *self._later):
-                    job.future.cancel()
+                for future, _ in self._jobs:
+                    future.cancel()
                 for worker in self._workers:
                     worker.kill()
             self._changed.notify_all()
@@ -148,39 +112,29 @@ class Workers(Executor):
         """Feed one worker, with a new one after a death; runs in a thread of its own."""
         worker: _Worker | None = None
         while (job := self._next()) is not None:
-            if job.future.set_running_or_notify_cancel():
-                try:
-                    worker = worker or self._started()
-                    done, value = worker.run(job.content)
-                except Exception as error:
-                    job.future.set_exception(error)
-                    worker = self._gone(worker)
-                else:
-                    _answer(job.future, done, value)
-            with self._changed:
-                self._begun -= job.later
-                self._open -= not job.later
+            future, content = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                worker = worker or self._started()
+                done, value = worker.run(content)
+            except Exception as error:
+                future.set_exception(error)
+                worker = self._gone(worker)
+            else:
+                _answer(future, done, value)
         self._gone(worker)
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> tuple[Future[Any], bytes] | None:
         """The next job; None if there is none for long, or if workers are to end."""
         with self._changed:
             self._idle += 1
-            self._changed.wait_for(lambda: self._ready or self._ended, IDLE_S)
+            self._changed.wait_for(lambda: self._jobs or self._ended, IDLE_S)
             self._idle -= 1
-            if ready := self._ready:
-                job = ready.popleft()
-                self._begun += job.later
-                return job
+            if self._jobs:
+                return self._jobs.popleft()
             self._threads.discard(threading.current_thread())
             return None
-
-    @property
-    def _ready(self) -> deque[_Job] | None:
-        """The queue of the job that is to be done now, if there is one."""
-        if self._jobs:
-            return self._jobs
-        return self._later if self._later and self._begun < self._most_later else None
 
     def _started(self) -> _Worker:
         worker = _Worker()

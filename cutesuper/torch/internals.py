@@ -3,8 +3,6 @@
 * ``torch._inductor.compile_fx``: the only way to let Inductor compile the rest of a graph, forward
   and backward, is its ``inner_compile`` (other backends use it too; its arguments are passed on
   unchanged).
-* ``custom_partitioner_fn`` of Inductor's options: it sees the backward graph before the forward
-  graph is compiled.
 * ``torch._guards.TracingContext``: where Inductor reports the strides of results, once a graph.
 * ``torch._functorch.config``: the cache of AOTAutograd is keyed by the graph that Dynamo found, and
   by Inductor's options, not by the backend. It would give Inductor's code to this backend and,
@@ -131,41 +129,6 @@ def recomputing(
             return None if None in own else (change.__qualname__, chosen.__qualname__, key, *own)
 
     return {**patches, name: Recomputing()}
-
-
-def partitioning(
-    patches: Mapping[str, Any], watch: Callable[[fx.GraphModule, fx.GraphModule], None]
-) -> dict[str, Any]:
-    """Options of Inductor with which the graphs of both passes are shown as soon as they are known.
-    AOTAutograd gives the backward graph to a backend when the forward graph is compiled.
-
-    Args:
-        patches: other options.
-        watch: takes the forward and the backward graph.
-    """
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor import config, custom_graph_pass
-
-    name = "custom_partitioner_fn"
-    if not hasattr(config, name):
-        return dict(patches)
-    own = patches.get(name) or getattr(config, name)
-
-    class Watched(custom_graph_pass.CustomPartitionerFn):
-        """The user's partitioner, or Inductor's."""
-
-        def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **rest: Any) -> Any:
-            passes = (own or min_cut_rematerialization_partition)(gm, joint_inputs, **rest)
-            watch(*passes)
-            return passes
-
-        def uuid(self) -> Any:
-            return own.uuid() if own else "Inductor's"
-
-        def __reduce__(self) -> Any:  # keys of caches have the options as pickles
-            return str, (repr(self.uuid()),)
-
-    return {**patches, name: Watched()}
 
 
 def follow_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -9,10 +9,9 @@ that is lost with its process, or that cannot be sent, runs in this process when
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from functools import partial
 from math import inf
 from pickle import PicklingError
 from types import TracebackType
@@ -56,8 +55,6 @@ class Ahead:
         for futures in self._jobs.values():
             for future in futures:
                 future.cancel()
-        if error is not None:  # as Ctrl-C: there will be no backward graph
-            _drop_early()
 
     def begin(self, case: Case) -> None:
         """Have a program for a region searched for, unless that is known or must be done here."""
@@ -67,16 +64,10 @@ class Ahead:
                 return
             if case.place in self._jobs or case.place in self._decided or case.record is not None:
                 return
-            future = _early.pop(case.place, None)
-            if future is None or future.cancel():  # it has not begun
-                future = _search(case, self._pool.submit)
-            if future is not None:
+            wanted = case.program.wanted(case.sample.extents, case.target)
+            if wanted is not None:
+                future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
                 self._jobs[case.place], self._searches[future] = [future], case
-
-    @property
-    def has_time(self) -> bool:
-        """True if there are searches to wait for, and processes that have none."""
-        return bool(self._searches) and self._pool is not None and not self._pool.is_busy
 
     def follow(self) -> None:
         """Wait for half of the searches that have begun, and send what follows from them."""
@@ -150,8 +141,11 @@ class Ahead:
             self._compile(case, outcome.found[1])
 
     def _compile(self, case: Case, choice: pipeline.Choice) -> None:
-        if self._pool is not None:
-            self._jobs[case.place] += _compiled(case, choice, self._pool.submit)
+        root = str(KernelCache().root)
+        for plan, step in zip(choice.plans, choice.candidate.mugraph.steps, strict=True):
+            request = pipeline.compile_request(plan, step.name, case.target)
+            if self._pool is not None:
+                self._jobs[case.place].append(self._pool.submit(compile_into, request, root))
 
     def _end(self, case: Case) -> None:
         """Refuse kernels of which the compiler died: in this process it would take that along.
@@ -164,55 +158,6 @@ class Ahead:
             if isinstance(error := future.exception(), WorkerLost):
                 died = pipeline.Outcome(CompileError(f"a kernel: the compiler {error}"), 0.0)
                 case.program.bring(case.sample.extents, case.target, case.most_us, died)
-
-
-#: searches for graphs that are decided about later, by the places of their cases
-_early: dict[Place, Future[pipeline.Outcome]] = {}
-
-
-def begin_early(cases: Sequence[Case]) -> None:
-    """Have programs searched for that are decided about later, as those of a backward pass.
-    Other processes do so when they have nothing else to do; kernels are compiled there too."""
-    pool = shared()
-    _drop_early()  # of a graph that was never decided about
-    for case in cases:
-        with suppress(CutesuperError, PicklingError, TypeError, AttributeError):
-            if pool is None or case.refusal or not case.searches or case.record is not None:
-                continue
-            if case.place not in _early and (future := _search(case, pool.later)) is not None:
-                _early[case.place] = future
-                future.add_done_callback(partial(_compile_early, case, pool))
-
-
-def _drop_early() -> None:
-    for future in _early.values():
-        future.cancel()
-    _early.clear()
-
-
-def _compile_early(case: Case, pool: Workers, done: Future[pipeline.Outcome]) -> None:
-    with suppress(Exception):  # it is told where the case is decided
-        found = done.result().found
-        if case.runs and not isinstance(found, CutesuperError):
-            _compiled(case, found[1], pool.later)
-
-
-def _search(case: Case, submit: Callable[..., Future[Any]]) -> Future[pipeline.Outcome] | None:
-    """A search for the program of a region; None if that is known or must be done here."""
-    wanted = case.program.wanted(case.sample.extents, case.target)
-    return None if wanted is None else submit(pipeline.outcome, *wanted, case.most_us)
-
-
-def _compiled(
-    case: Case, choice: pipeline.Choice, submit: Callable[..., Future[Any]]
-) -> list[Future[Any]]:
-    """Compilations of the kernels of a program."""
-    steps, root = choice.candidate.mugraph.steps, str(KernelCache().root)
-    requests = [
-        pipeline.compile_request(plan, step.name, case.target)
-        for plan, step in zip(choice.plans, steps, strict=True)
-    ]
-    return [submit(compile_into, request, root) for request in requests]
 
 
 def _expected_us(outcome: pipeline.Outcome) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,8 +22,6 @@ from cutesuper.garbage import seldom_collected
 from cutesuper.torch import internals
 from cutesuper.torch.aten.attention import without_seeds
 from cutesuper.torch.aten.length_masks import computed_again
-from cutesuper.torch.compile.ahead import begin_early
-from cutesuper.torch.compile.case import Case
 from cutesuper.torch.compile.constants import settle_constants
 from cutesuper.torch.compile.counters import settle_counters
 from cutesuper.torch.compile.forms import settle_forms
@@ -32,14 +29,14 @@ from cutesuper.torch.compile.heads import take_heads
 from cutesuper.torch.compile.kept_code import kept_code
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partial_turns import widen_turns
-from cutesuper.torch.compile.partition import Partition, partition, unwritten
+from cutesuper.torch.compile.partition import partition, unwritten
 from cutesuper.torch.compile.region_operator import region as region_operator
 from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, nothing_taken
 from cutesuper.torch.compile.rewrite import Call, changed, rewrite
 from cutesuper.torch.compile.selection import decide
 from cutesuper.torch.compile.tables import settle_tables
-from cutesuper.torch.compile.whole import Comparison, Compile, copied
+from cutesuper.torch.compile.whole import Comparison, Compile
 from cutesuper.torch.compile.written_turns import settle_turns
 
 
@@ -91,13 +88,8 @@ def compile_graph(
     names = internals.argument_names(gm)
     code = kept_code(gm, options)
     observe = observe or code.follow
-    backward: list[fx.GraphModule] = []
-    inner = partial(
-        _inner, options=options, names=names, observe=observe, finish=finish,
-        early=partial(_search_early, backward, options),
-    )  # fmt: skip
+    inner = partial(_inner, options=options, names=names, observe=observe, finish=finish)
     patches = internals.recomputing(options.inductor, settle_constants, computed_again, code.key)
-    patches = internals.partitioning(patches, lambda _, gm: backward.append(gm))
     kept = code.key is not None and observe == code.follow
     return internals.compile_with(gm, inputs, inner, patches, kept)
 
@@ -110,7 +102,6 @@ def _inner(
     names: Sequence[str],
     observe: Callable[[GraphReport], None],
     finish: internals.InnerCompile,
-    early: Callable[[], None],
     **rest: Any,
 ) -> Any:
     phase: Phase = "forward"
@@ -123,8 +114,7 @@ def _inner(
         report = nothing_taken(phase, gm.graph, "cpp_wrapper calls no operators of Python")
     else:
         internals.follow_inputs(gm, inputs)
-        compiled = partial(_for_trial, inputs, rest)
-        report = take_regions(gm, options, phase, compiled, names, early)
+        report = take_regions(gm, options, phase, partial(_for_trial, inputs, rest), names)
     observe(report)
     return finish(gm, inputs, **rest)
 
@@ -140,7 +130,6 @@ def take_regions(
     phase: Phase,
     compiled: Compile,
     names: Sequence[str] = (),
-    early: Callable[[], None] = lambda: None,
 ) -> GraphReport:
     """Replace those regions of a functional graph that are worth it by calls of their kernels.
 
@@ -150,13 +139,17 @@ def take_regions(
         phase: inference, forward or backward, for the report.
         compiled: Inductor, to time the whole graph.
         names: the user's, of the arguments of the graph that Dynamo captured, for the report.
-        early: begins work on the next graph, if there are processors without any.
     """
     start = time.perf_counter()
     try:
-        found = _cut(gm.graph)
+        without_seeds(gm.graph)
+        settle_forms(gm.graph)
+        settle_tables(gm.graph)
+        settle_turns(gm.graph)
+        widen_turns(gm.graph)
+        found = partition(gm.graph, constants=unwritten(gm.graph))
         comparison = Comparison(gm, options, compiled)
-        decisions = decide(found.regions, options, comparison.begin, early)
+        decisions = decide(found.regions, options, meanwhile=comparison.begin)
         decisions, whole = comparison.settle(decisions)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         why = f"no regions were chosen ({type(error).__name__}: {error})"
@@ -181,24 +174,6 @@ def take_regions(
     )
     seconds = time.perf_counter() - start
     return replace(report, whole=whole, seconds=seconds, passing=passing)
-
-
-def _cut(graph: fx.Graph) -> Partition:
-    """The regions of a functional graph, which is brought into forms that kernels have."""
-    without_seeds(graph)
-    settle_forms(graph)
-    settle_tables(graph)
-    settle_turns(graph)
-    widen_turns(graph)
-    return partition(graph, constants=unwritten(graph))
-
-
-def _search_early(backward: list[fx.GraphModule], options: BackendOptions) -> None:
-    """Begin the searches for a backward graph, which is compiled when the forward graph is."""
-    with suppress(Exception):  # it is told when the graph is compiled
-        while backward:
-            gm, _ = copied(backward.pop())
-            begin_early([Case(region, options) for region in _cut(gm.graph).regions])
 
 
 def _complain(what: str) -> None:

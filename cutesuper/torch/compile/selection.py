@@ -111,7 +111,6 @@ def decide(
     regions: Sequence[Region],
     options: BackendOptions,
     meanwhile: Meanwhile = lambda expected: None,
-    early: Callable[[], None] = lambda: None,
 ) -> list[Decision]:
     """Decide which regions of a graph get kernels; of one that does not, whether parts of it do.
 
@@ -121,20 +120,17 @@ def decide(
         meanwhile: is called once if products are expected to stay Inductor's, while other processes
             search and compile; for what this one would do afterwards. It is given the regions that
             the model expects to be faster, with what each saves.
-        early: is called before that, if there are processes that have nothing to search for.
 
     Returns:
         For each one decision, or those about its parts if one of them is taken.
     """
     patience = Patience()
     cases = [Case(region, options, patience) for region in regions]
-    _decide_in_order(cases, patience, meanwhile, early)
+    _decide_in_order(cases, patience, meanwhile)
     return [decision for case in cases for decision in _decided(case)]
 
 
-def _decide_in_order(
-    cases: Sequence[Case], patience: Patience, meanwhile: Meanwhile, early: Callable[[], None]
-) -> None:
+def _decide_in_order(cases: Sequence[Case], patience: Patience, meanwhile: Meanwhile) -> None:
     """Decide about regions, and about parts of those that are not taken; what saves most first."""
     waiting = _different(cases, seen := set[Place]())
     wholes = {id(case) for case in waiting}
@@ -143,8 +139,6 @@ def _decide_in_order(
     with Ahead(_verdicts) as ahead, counting(len(waiting)) as show:
         for case in waiting:
             ahead.begin(case)
-        if ahead.has_time:
-            early()
         ahead.follow()
         if any(ahead.gain(case) <= 0 and case.region.products for case in waiting):
             meanwhile(_expected_savings(cases, waiting, ahead))

@@ -280,8 +280,8 @@ class _Trial:
 def variant(gm: fx.GraphModule, taken: Sequence[Decision]) -> fx.GraphModule:
     """A copy of a graph in which some regions are calls of their kernels, to be timed.
     Its inputs that are integers keep their values."""
-    made, new = copied(gm)
-    graph = made.graph
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(gm.graph, new)).meta = dict(gm.graph.output_node().meta)
     calls = [Call(moved(d.region, new), region_operator, (d.key,), region_in_place) for d in taken]
     if calls:
         rewrite(graph, calls)
@@ -293,17 +293,9 @@ def variant(gm: fx.GraphModule, taken: Sequence[Decision]) -> fx.GraphModule:
             # a position that goes on with every replay would leave the cache
             node.replace_all_uses_with(value)
             graph.erase_node(node)
-    made.recompile()
-    return made
-
-
-def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, with the metadata of its nodes, and its nodes by those of the graph."""
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.output(graph.graph_copy(gm.graph, new)).meta = dict(gm.graph.output_node().meta)
     made = fx.GraphModule(gm, graph)
     made.meta = dict(gm.meta)
-    return made, new
+    return made
 
 
 # ------------------------------------------------------------------------------------------- memory
