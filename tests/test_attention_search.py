@@ -303,6 +303,19 @@ def test_products_that_cannot_be_verified_as_one_kernel_are_several() -> None:
         assert [op.kind for op in step.program.ops].count("matmul") <= 1
 
 
+def test_queries_behind_a_log_softmax() -> None:
+    """The sums are rescaled, as those of any queries: a mask of positions needs the loop of
+    attention."""
+    g = new_kernel_graph()
+    x, k, v = (g.new_input((64, 8), name=n) for n in "XKV")
+    q = g.sub(x, g.max(x, 1))
+    q = g.sub(q, g.log(g.sum(g.exp(q), 1)))
+    g.mark_output(g.scaled_dot_product_attention(q, k, v, is_causal=True))
+    mu = search(g, H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
+    assert isinstance(make_plan(mu.steps[-1], mu.tensors, H200), AttentionPlan)
+    assert verify(g, mu).equal and compare(g, mu)
+
+
 @pytest.mark.parametrize("queries", ["own", "keys"])
 def test_keys_that_are_values_are_read_in_two_roles(queries: str) -> None:
     """As keys their columns are contracted, as values they are those of the result."""

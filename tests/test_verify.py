@@ -297,6 +297,24 @@ def test_exp_of_exp_has_no_bound() -> None:
     assert result and result.bound_log2 is None
 
 
+def test_exp_of_a_logarithm_has_no_bound() -> None:
+    """Its argument is not affine in any input."""
+    g = new_kernel_graph()
+    x, y = g.new_input((8, 16), name="X"), g.new_input((8, 16), name="Y")
+    g.mark_output(g.exp(g.add(g.log(g.exp(x)), y)))
+    b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    log = b.op("log", b.op("exp", b.load("X", "M", "N")))
+    b.store("Z", b.op("mul", b.op("exp", b.load("Y", "M", "N")), b.op("exp", log)), "M", "N")
+    result = verify(g, mugraph(g, b.step()))
+    assert result and result.bound_log2 is None
+    wrong = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    e = wrong.op("exp", wrong.load("X", "M", "N"))
+    wrong.store("Z", wrong.op("mul", wrong.op("exp", wrong.load("Y", "M", "N")), e), "M", "N")
+    assert not verify(
+        g, mugraph(g, wrong.step())
+    )  # right in numbers; the field knows no logarithms
+
+
 def test_kernels_agree_on_the_extents_of_what_they_share() -> None:
     graph, mu = RIGHT["split K over the grid"]()
     for ragged in (False, True):

@@ -461,8 +461,9 @@ class FieldAlgebra:
         return FieldValue(x.dims, p, positive=not x.masked)
 
     def opaque(self, name: str, x: FieldValue) -> FieldValue:
-        """A random function for each name, applied to both residues independently (and to -inf)."""
-        q = None if x.q is None else _mix(x.q, self._key(name + "/q"), self._q)
+        """A random function for each name, applied to both residues independently (and to -inf).
+        Of the residue mod p both are made where there is no other: ``exp(a + log(exp(b) + c))``."""
+        q = _mix(x.p if x.q is None else x.q, self._key(name + "/q"), self._q)
         p = _mix(x.p, self._key(name + "/p"), self._p)
         return FieldValue(x.dims, p, q, flat=x.flat)
 
