@@ -42,9 +42,10 @@ class KeptCode:
     question: Sequence[object]
 
     def follow(self, report: GraphReport) -> None:
-        """Let no later process find what is compiled now if it may decide otherwise."""
-        if report.passing and self.key is not None:
-            _rename(self.question)
+        """Let no later process find what is compiled now if it may decide otherwise.
+        The next one keeps nothing, or each would leave its code on disk; the one after it may."""
+        if report.passing:
+            records.write(self.question, {"name": None})
 
 
 def kept_code(gm: fx.GraphModule, options: BackendOptions) -> KeptCode:
@@ -60,10 +61,7 @@ def kept_code(gm: fx.GraphModule, options: BackendOptions) -> KeptCode:
 
 def _name(question: Sequence[object]) -> str | None:
     """The name on record, made if there is none; None if none can be kept."""
-    if records.read(question) is None:
-        _rename(question)
-    return (records.read(question) or {}).get("name")
-
-
-def _rename(question: Sequence[object]) -> None:
-    records.write(question, {"name": uuid.uuid4().hex})
+    record = records.read(question)
+    if record is None or record.get("name") is None:
+        records.write(question, {"name": uuid.uuid4().hex})
+    return (record or records.read(question) or {}).get("name")
