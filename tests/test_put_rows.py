@@ -257,7 +257,7 @@ def test_places_by_two_indices_are_verified(sequences: int) -> None:
     swapped = change(mu, 0, place, attributes=given | {"index": ("also", "at")})
     assert not cs.verify(g, swapped) and not cs.verify(g, swapped, full=True)
     twice = change(mu, 0, place, attributes=given | {"index": ("also", "also")})
-    assert not cs.verify(g, twice)
+    assert not any(cs.verify(g, twice, seed=n) for n in range(20))  # chance accepted 1 of 130
     for wrong, message in (
         ({"dim": (0, 1)}, r"extent \d+ of out0 is mapped"),
         ({"dim": (2, 0)}, "in rising order"),

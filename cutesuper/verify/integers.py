@@ -24,6 +24,8 @@ from cutesuper.ir.operators.index import row_dims
 _TURNS = (0, 1, 1, 0, 1, 0)
 #: the role of an input that has several is the first of these
 _BY_RANK = (Counts.PAGES, Counts.ROWS, Counts.LABELS, Counts.LIMITS)
+#: roles of numbers that name a place
+_PLACED = (Counts.PAGES, Counts.ROWS)
 #: largest distance of a tried length past the last column
 _BEYOND = 2
 #: from this trial on, lengths, limits and labels lie at most `_NEAR` beside a column that moves on
@@ -96,6 +98,8 @@ def draw_integers(
 
     Tables and indices: no page or row occurs twice if there are enough, so that nothing is right by
     chance. Every other index counts from the end; rows that do not exist have no value in a field.
+    A single one takes all its places in turn, and several of these all pairs: drawn at random, one
+    of two places was in all of 7 trials that of another index, and this was accepted in its place.
 
     Labels: every other row has a column, different ones if there are enough; the others have an
     integer that is no label, is ignored, or is the last class. Rows take turns, out of step with
@@ -111,7 +115,9 @@ def draw_integers(
     """
     rng = np.random.default_rng([*seed, 3])
     count, (kind, top, outside) = prod(shape), _kind(graph, index)
-    if kind == Counts.PAGES:
+    if count == 1 and kind in _PLACED:
+        found = _walked(graph, index, top + 1, seed)
+    elif kind == Counts.PAGES:
         found = _shuffled(rng, np.arange(top + 1), count)
     elif kind == Counts.ROWS:
         found = _shuffled(rng, np.arange(top + 1), count) - (top + 1) * (np.arange(count) % 2)
@@ -162,6 +168,15 @@ def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]
     if kind != Counts.LABELS:
         return kind, top, ()
     return kind, top, tuple({i: 0 for n, op, s, _ in uses for i in op.outside(s, n.attributes)})
+
+
+def _walked(graph: KernelGraph, index: int, count: int, seed: Sequence[int]) -> NDArray[np.int64]:
+    """A single place of ``count``: another one in each trial, slower than those of inputs before."""
+    before = graph.inputs[: graph.inputs.index(index)]
+    single = [_kind(graph, i) for i in before if prod(graph.nodes[i].shape) == 1]
+    slower = prod(top + 1 for kind, top, _ in single if kind in _PLACED)
+    start = int(np.random.default_rng([seed[0], *seed[2:], 4]).integers(count))
+    return np.array([(start + seed[1] // slower) % count])
 
 
 def _lengths(rng: np.random.Generator, top: int, count: int, trial: int) -> NDArray[np.int64]:
