@@ -496,7 +496,8 @@ class _Search:
         """True if a whole graph is one kernel of rows, which hardly a sequence of kernels beats.
         Then its parts are not searched. The backward pass of a LayerNorm has 135 parts, which took
         two minutes. A kernel that takes much more than its memory and its arithmetic is another
-        matter."""
+        matter, if there are sums that it waits for: cuts of what is element-wise, as a gated GELU's
+        derivative is, move more and save nothing."""
         whole = segments.whole()
         if not self.options.lowered or whole is None or not rows_meet(whole.region):
             return False
@@ -509,6 +510,8 @@ class _Search:
         found = self._found.get((whole.region, True))
         if found is None or found.error is not None or not found.ways:
             return False
+        if not any(op.facets.reduces for op in whole.region.ops):
+            return True
         bounds = least_us, least_of_arithmetic_us
         least = max(bound(whole.region, self.target) for bound in bounds)
         return found.ways[0].total <= least + max(SLACK_US, SLACK * least)
