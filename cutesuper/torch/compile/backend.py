@@ -85,12 +85,11 @@ def compile_graph(
             take_heads(gm)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         _complain(f"no losses were looked for ({type(error).__name__}: {error})")
-    names = internals.argument_names(gm)
-    code = kept_code(gm, options)
-    observe = observe or code.follow
-    inner = partial(_inner, options=options, names=names, observe=observe, finish=finish)
+    names, code = internals.argument_names(gm), kept_code(gm, options)
+    told = observe or code.follow
+    inner = partial(_inner, options=options, names=names, observe=told, finish=finish)
     patches = internals.recomputing(options.inductor, settle_constants, computed_again, code.key)
-    kept = code.key is not None and observe == code.follow
+    kept = observe is None and code.key is not None
     return internals.compile_with(gm, inputs, inner, patches, kept)
 
 
