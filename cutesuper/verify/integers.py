@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.ir.operators.index import row_dims
@@ -171,9 +172,9 @@ def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]
 
 
 def _walked(graph: KernelGraph, index: int, count: int, seed: Sequence[int]) -> NDArray[np.int64]:
-    """A single place of ``count``: another one in each trial, slower than those of inputs before."""
+    """A single place of ``count``: another one in each trial, slower than inputs before it."""
     before = graph.inputs[: graph.inputs.index(index)]
-    single = [_kind(graph, i) for i in before if prod(graph.nodes[i].shape) == 1]
+    single = [_kind(graph, i) for i in before if prod(map(extent, graph.nodes[i].shape)) == 1]
     slower = prod(top + 1 for kind, top, _ in single if kind in _PLACED)
     start = int(np.random.default_rng([seed[0], *seed[2:], 4]).integers(count))
     return np.array([(start + seed[1] // slower) % count])
