@@ -656,7 +656,7 @@ def test_kernels_of_random_programs_on_the_machine_of_ptx(tmp_path: Path) -> Non
     pytest.importorskip("cutlass")
     file = tmp_path / "found.json"
     command = [sys.executable, "-m", "tests.fuzz", "--ptx", "--seed", "2026", "--cases",
-               str(PROGRAMS // 2), "--seconds", str(SECONDS), "--json", str(file)]  # fmt: skip
+               str(PROGRAMS), "--seconds", str(SECONDS), "--json", str(file)]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
