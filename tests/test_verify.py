@@ -310,9 +310,8 @@ def test_exp_of_a_logarithm_has_no_bound() -> None:
     wrong = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
     e = wrong.op("exp", wrong.load("X", "M", "N"))
     wrong.store("Z", wrong.op("mul", wrong.op("exp", wrong.load("Y", "M", "N")), e), "M", "N")
-    assert not verify(
-        g, mugraph(g, wrong.step())
-    )  # right in numbers; the field knows no logarithms
+    # right in numbers; the field knows no logarithms
+    assert not verify(g, mugraph(g, wrong.step()))
 
 
 def test_kernels_agree_on_the_extents_of_what_they_share() -> None:

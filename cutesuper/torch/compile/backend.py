@@ -85,12 +85,13 @@ def compile_graph(
             take_heads(gm)
     except Exception as error:  # whatever the error, Inductor can compile the graph
         _complain(f"no losses were looked for ({type(error).__name__}: {error})")
-    names, code = internals.argument_names(gm), kept_code(gm, options)
-    told = observe or code.follow
+    names, key, told = internals.argument_names(gm), None, observe
+    if told is None:
+        code = kept_code(gm, options)
+        key, told = code.key, code.follow
     inner = partial(_inner, options=options, names=names, observe=told, finish=finish)
-    patches = internals.recomputing(options.inductor, settle_constants, computed_again, code.key)
-    kept = observe is None and code.key is not None
-    return internals.compile_with(gm, inputs, inner, patches, kept)
+    patches = internals.recomputing(options.inductor, settle_constants, computed_again, key)
+    return internals.compile_with(gm, inputs, inner, patches, kept=key is not None)
 
 
 def _inner(
@@ -168,9 +169,7 @@ def take_regions(
         settle_counters(gm.graph)
         gm.graph.lint()
         gm.recompile()
-    passing = any(d.verdict.passing or d.verdict.broken for d in decisions) or (
-        whole is not None and whole.passing
-    )
+    passing = not all(d.verdict.lasts for d in decisions) or (whole is not None and whole.passing)
     seconds = time.perf_counter() - start
     return replace(report, whole=whole, seconds=seconds, passing=passing)
 

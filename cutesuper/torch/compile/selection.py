@@ -80,6 +80,11 @@ class Verdict:
     final: bool = False
     passing: bool = False
 
+    @property
+    def lasts(self) -> bool:
+        """True if another process would come to the same one."""
+        return not (self.passing or self.broken)
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -235,7 +240,7 @@ def _known_or_judged(case: Case) -> Verdict:
     except (CutesuperError, TypeError, KeyError):
         return _judge(case)
     verdict = _judge(case)
-    if not verdict.passing and not verdict.broken and case.options.budget_s is None:
+    if verdict.lasts and case.options.budget_s is None:
         records.write(question, asdict(verdict))
     return verdict
 
