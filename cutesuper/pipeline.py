@@ -404,7 +404,7 @@ def find(
     if most_us < inf and (least := searches.least_us(about, cache)) > most_us:
         raise TooDear(least, most_us)
     try:
-        result, choice = choose(graph, options, on_progress, near=NEAR, most_us=most_us)
+        result, choice = choose(graph, options, on_progress, ALTERNATIVES + 1, NEAR, most_us)
     except TooDear as error:
         searches.keep_least(about, error.least_us, cache)
         raise

@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from cutesuper.runtime.programs import Kept  # noqa: E402
-from cutesuper.torch.patch import fused  # noqa: E402 (it imports torch)
+from cutesuper.torch.patch import fused, report  # noqa: E402 (they import torch)
+from cutesuper.torch.patch.replacement import HOW  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.patching import FAMILIES, TOKENS, counted, in_float64, new_model  # noqa: E402
 
@@ -186,7 +187,9 @@ def test_steps_captured_by_the_user(whole: bool, programs: dict[Any, Any]) -> No
             position.fill_(n)
             graph.replay()
             assert acceptable(result[:, 0], exact[:, n - 9], theirs[:, n - 9], torch.bfloat16)
-    assert len(programs) == 2 - whole and None not in programs.values(), fused.refused
+    assert len(programs) == (0 if whole else 2) and None not in programs.values(), fused.refused
+    steps = list(model.__dict__[HOW].kinds.values()) if whole else []
+    assert steps == [True] * whole, report.refused
 
 
 def model_mask(cache: Any) -> Any:

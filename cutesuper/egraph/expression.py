@@ -331,6 +331,10 @@ class Expressions:
         """The atom of a sealed sum, anything else unchanged."""
         return self._sealed.get(x, x)
 
+    def seals(self) -> tuple[tuple[int, int], ...]:
+        """The sealed values with their atoms, in order."""
+        return tuple(self._sealed.items())
+
     # -------------------------------------------------------------------------------------- sizes
 
     @_memoised

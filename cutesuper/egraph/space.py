@@ -67,6 +67,8 @@ class Space:
     ) -> None:
         self.program, self.table, self.sealing = program, Expressions(), sealing
         values = self._seal(sealed)
+        #: equal for spaces of the same program that differ in nothing
+        self.forms = tuple(values), self.table.seals()
         self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
         parts = {label: all_parts(label) for label in program.reduced}
         exponents = [values[op.inputs[0]] for op in program.ops if op.facets.exponential]

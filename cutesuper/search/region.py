@@ -42,7 +42,7 @@ from cutesuper.search.general_cost import Model
 from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.rounding import Rounding
 from cutesuper.search.written import Written, core, tail
-from cutesuper.skeletons.base import Skeleton
+from cutesuper.skeletons.base import MAX_SATURATED, Skeleton
 from cutesuper.skeletons.cost import Cost, Setting, Sized, additive_price, cheapest
 from cutesuper.skeletons.form import Form
 from cutesuper.targets import Target
@@ -144,9 +144,8 @@ class Found:
     counts: Counts
 
 
-#: most operators of a program that is saturated; longer ones are run as they are written. With 180
-#: in two chains around a softmax, saturation took 4 s and found nothing else
-MAX_SATURATED = 32
+#: reason why a program is not searched
+_AS_WRITTEN = "too long: as it is written"
 #: levels of sealing at which a region with too many classes is searched again: see `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)
 #: least elements of an operand that blocks should not all read again (2 MB), and least columns of a
@@ -274,6 +273,9 @@ class _RegionSearch:
         space = by.skeleton.prepared(program, by.form)
         if space is not None:
             return list(self._skeleton(by, space))
+        if _is_long(program, by) and (written := self._written(program, by)):
+            self.counts.pruned[_AS_WRITTEN] += 1
+            return written
         reasons: list[SearchError] = []
         found = self._attempt(lambda: self._sealed(program, by), reasons)
         other = None if found else by.skeleton.otherwise(program, by.form)
@@ -298,7 +300,7 @@ class _RegionSearch:
         try:
             return self._levels(program, lambda space: list(self._skeleton(by, space)))
         except (TooLarge, OutOfTime) as error:
-            self.counts.pruned[str(error) if late() else "too long: as it is written"] += 1
+            self.counts.pruned[str(error) if late() else _AS_WRITTEN] += 1
             found = self._written(program, by)
             if found:
                 return found
@@ -306,16 +308,21 @@ class _RegionSearch:
 
     def _levels(self, program: LabelledProgram, search: Callable[[Space], list[Way]]) -> list[Way]:
         """Seal more and more. Raises TooLarge if even sealed values give too many classes."""
-        if sum(op.kind not in (LOAD, CONSTANT) for op in program.ops) > MAX_SATURATED:
+        if _operators(program) > MAX_SATURATED:
             raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
+        error, tried = TooLarge(""), set[object]()
         for level in SEALING:
-            try:
-                return search(Space(program, level, exact=self.region.exact))
-            except TooLarge:
-                if level == SEALING[-1]:
-                    raise
+            space = Space(program, level, exact=self.region.exact)
+            if space.forms in tried:
+                continue  # what this level seals was an atom before
+            if tried:
                 self.counts.pruned["too many classes: more values sealed"] += 1
-        return []
+            tried.add(space.forms)
+            try:
+                return search(space)
+            except TooLarge as e:
+                error = frameless(e)
+        raise error
 
     # ----------------------------------------------------------------------- what skeletons run
 
@@ -378,7 +385,7 @@ class _RegionSearch:
     def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
         """The program as written; the part up to the last reduction is searched if it is short."""
         form, begun = by.form, core(program, tail(program))
-        if begun is not None:
+        if begun is not None and not _is_long(begun[0], by):
             before, wanted = begun
 
             def finish(found: BlockProgram, split: Split) -> BlockProgram | None:
@@ -548,6 +555,15 @@ def _diverse(ways: list[Way]) -> list[Way]:
         if alike[key] <= ALIKE:
             kept.append(way)
     return kept
+
+
+def _operators(program: LabelledProgram) -> int:
+    return sum(op.kind not in (LOAD, CONSTANT) for op in program.ops)
+
+
+def _is_long(program: LabelledProgram, by: Recognized) -> bool:
+    """True for a program that is run as it is written, if it can be."""
+    return _operators(program) > by.skeleton.most_searched(program)
 
 
 def _too_long(program: LabelledProgram) -> str | None:

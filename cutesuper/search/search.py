@@ -49,6 +49,7 @@ from cutesuper.search.bounds import (
     least_of_form_us,
     least_us,
 )
+from cutesuper.search.constants import joined_constants
 from cutesuper.search.cuts import (
     MAX_SEGMENT,
     Cut,
@@ -237,7 +238,8 @@ class _Search:
         near: float,
     ) -> None:
         self.whole, self.target, self.options = graph.expanded(), target, options
-        self.graph, self.border = inside(self.whole)
+        graph, self.border = inside(self.whole)
+        self.graph = joined_constants(graph)
         self.budget_s, self.executor = budget_s, executor
         self.on_progress, self.verify = on_progress, verify
         self.known, self.near = known if budget_s is None else None, near

@@ -41,6 +41,11 @@ class Rows(Skeleton):
             raise SearchError(reason)
         return row_form(region, program, target)
 
+    def most_searched(self, program: LabelledProgram) -> int:
+        """Fewer where rows are reduced: memory decides then. Of 64 chains of norms and their
+        gradients with 12 to 29 operators, none got 0.2 % cheaper, in up to 1.5 s each."""
+        return 16 if program.reduced else super().most_searched(program)
+
     def divides(self, length: int, alone: bool) -> bool:
         """True for rows that neither a block nor a cluster holds."""
         return exceeds_a_cluster(length, alone)
