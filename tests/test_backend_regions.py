@@ -670,7 +670,7 @@ def test_what_is_out_of_reach_is_not_compiled(
     v = region.verdict
     assert bool(compiled_here) == tried == v.taken
     assert clock.recorded == (5 if tried else 1) and v.inductor_us == pytest.approx(theirs)
-    assert clock.compiled == (2 if tried else 1), "Inductor's code is compiled once"
+    assert clock.compiled == 1, "Inductor's code is compiled once; kernels alone are not"
     if not tried:
         assert v.reason == f"{v.predicted_us:.1f} us expected, Inductor's code 1.0 us"
         assert v.measured_us is None and region.seconds.trial > 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from pickle import PicklingError
 from types import SimpleNamespace
@@ -160,7 +161,13 @@ def test_errors_are_those_of_this_process(two: Workers) -> None:
     assert (type(away.found), str(away.found)) == (type(here.found), str(here.found))
 
 
-class Loses(Executor):
+class Pool(Executor):
+    """Processes that are busy, or not."""
+
+    are_idle = False
+
+
+class Loses(Pool):
     """Loses every job with its process."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -208,7 +215,7 @@ def test_a_compiler_that_dies_is_not_tried_here(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_cannot_be_pickled_is_searched_here(alone: Verdicts) -> None:
-    class Refuses(Executor):
+    class Refuses(Pool):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
             raise PicklingError("Can't pickle")
 
@@ -219,7 +226,7 @@ def test_an_interrupt_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends the compilation; what had not begun is dropped."""
     futures: list[Future[Any]] = []
 
-    class Waits(Executor):
+    class Waits(Pool):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
             futures.append(Future[Any]())
             return futures[-1]
@@ -231,6 +238,35 @@ def test_an_interrupt_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         decided(Waits())
     assert futures and all(f.cancelled() for f in futures)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_halves_are_searched_on_idle_processors(alone: Verdicts, idle: bool) -> None:
+    """Before it is known whether they are needed; what is decided is the same."""
+    jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+    sent: list[int] = []
+
+    class Late(Pool):
+        """Searches when somebody waits."""
+
+        are_idle = idle
+
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            jobs.append((Future[Any](), partial(fn, *args, **kwargs)))
+            return jobs[-1][0]
+
+    def wait_for_one(futures: Any, *args: Any, **kwargs: Any) -> Any:
+        sent.append(len(jobs))
+        while not (done := {f for f in futures if f.done()}):
+            future, job = jobs.pop(0)
+            if future.set_running_or_notify_cancel():
+                future.set_result(job())
+        return done, set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "wait", wait_for_one)
+        assert decided(Late())[0] == alone
+    assert (sent[0] > 2) == idle, "the model has two regions"
 
 
 def test_what_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,20 @@ def test_results_and_errors_come_whole(pool: Workers) -> None:
     assert len(pool._threads) <= 2
 
 
+def test_they_are_idle_while_most_have_no_job() -> None:
+    with Workers(4) as pool:
+        assert pool.are_idle
+        first = pool.submit(time.sleep, 0.5)
+        assert pool.are_idle
+        second = pool.submit(time.sleep, 0.5)
+        assert not pool.are_idle, "two of four"
+        first.result(), second.result()
+        deadline = time.monotonic() + 20
+        while not pool.are_idle and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert pool.are_idle
+
+
 def test_one_that_dies_is_replaced(pool: Workers) -> None:
     first = pool.submit(os.getpid).result()
     with pytest.raises(WorkerLost, match=r"^process died \(exit code 3\)"):

@@ -89,6 +89,12 @@ class Workers(Executor):
             self._changed.notify()
         return future
 
+    @property
+    def are_idle(self) -> bool:
+        """True if more of them have no job, started or not, than have one."""
+        with self._changed:
+            return 2 * (len(self._threads) - self._idle + len(self._jobs)) < self.most
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End all workers after the jobs that they have, or, with ``cancel_futures``, at once."""
         atexit.unregister(self._exit)

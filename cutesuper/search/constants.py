@@ -65,7 +65,8 @@ def _products(graph: KernelGraph) -> Iterator[list[_Factor]]:
         """Products that are needed by this one only, with their powers in the whole."""
         node, power = nodes[part[0]], part[1]
         operands = zip(node.inputs, node.facets.powers or (), strict=False)
-        found = [(j, own * power) for j, own in operands if users[j] == 1 and nodes[j].facets.powers]
+        own = ((j, p * power) for j, p in operands)
+        found = [(j, p) for j, p in own if users[j] == 1 and nodes[j].facets.powers]
         inner.update(j for j, _ in found)
         return found
 

@@ -40,6 +40,8 @@ class Ahead:
         #: searches whose results were not looked at, and their cases
         self._searches: dict[Future[pipeline.Outcome], Case] = {}
         self._jobs: dict[Place, list[Future[Any]]] = {}
+        #: cases whose halves are searched before it is known whether they are needed
+        self._guessed: set[Place] = set()
         #: microseconds that the model expects programs to take
         self._expected: dict[Place, float] = {}
 
@@ -113,11 +115,23 @@ class Ahead:
 
     def _await(self, awaited: set[Future[Any]], until: float = inf) -> None:
         """Wait for one of these, and follow the searches among those that are done."""
+        self._guess()
         seconds = None if until == inf else max(0.0, until - time.monotonic())
         done, _ = wait(awaited, seconds, return_when=FIRST_COMPLETED)
         for future in [f for f in self._searches if f in done]:
             with suppress(CutesuperError):  # it is raised again where the case is decided
                 self._follow(future, self._searches.pop(future))
+
+    def _guess(self) -> None:
+        """Search halves of regions that are being searched, while most processors have no work.
+        They are needed if a region is not taken. With two processors it gains nothing."""
+        waiting = list(self._searches.values())
+        while waiting and self._pool is not None and self._pool.are_idle:
+            case = waiting.pop(0)
+            if case.place not in self._guessed:
+                self._guessed.add(case.place)
+                for part in case.parts:
+                    self.begin(part)
 
     def _missing(self, place: Place) -> list[Future[Any]]:
         jobs = self._jobs.get(place, ())

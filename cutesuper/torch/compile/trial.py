@@ -6,6 +6,7 @@ region's inputs in the call that is compiled for, and the verdict on the kernels
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -88,6 +89,16 @@ class Sample:
         rewrite(graph, [Call(region, region_operator, (self.key,))])
         graph.lint()
         return fx.GraphModule({}, graph)
+
+    @cached_property
+    def bare(self) -> bool:
+        """True if `kernels` has nothing but the kernels, and views: nothing for Inductor to do."""
+        made = (n.target for n in self.kernels.graph.nodes if n.op == "call_function")
+        return all(
+            target in (operator.getitem, region_operator, _ATEN._unsafe_view.default)
+            or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+            for target in made
+        )
 
     @property
     def sources(self) -> list[fx.Node]:
