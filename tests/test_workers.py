@@ -58,7 +58,8 @@ def test_they_are_idle_while_most_have_no_job() -> None:
         assert pool.are_idle
         second = pool.submit(time.sleep, 0.5)
         assert not pool.are_idle, "two of four"
-        first.result(), second.result()
+        for future in (first, second):
+            future.result()
         deadline = time.monotonic() + 20
         while not pool.are_idle and time.monotonic() < deadline:
             time.sleep(0.01)

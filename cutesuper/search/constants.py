@@ -9,7 +9,7 @@ every result, the program is verified against the graph as the user wrote it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from math import isfinite, prod
 from typing import NamedTuple
@@ -94,13 +94,18 @@ def _groups(factors: Sequence[_Factor]) -> list[list[_Factor]]:
     """The factors of one product in groups whose products are exact."""
     groups: list[list[_Factor]] = []
     for factor in factors:
-        fitting = (g for g in groups if _is_exact(prod(f.scale for f in (*g, factor))))
+        fitting = (g for g in groups if _is_exact(_scale((*g, factor))))
         group = next(fitting, None)
         if group is None:
             groups.append([factor])
         else:
             group.append(factor)
     return groups
+
+
+def _scale(factors: Iterable[_Factor]) -> Fraction:
+    """The constants of a product as one."""
+    return prod((f.scale for f in factors), start=Fraction(1))
 
 
 def _is_exact(number: Fraction) -> bool:
@@ -111,7 +116,7 @@ def _is_exact(number: Fraction) -> bool:
 def _joined(graph: KernelGraph, group: Sequence[_Factor]) -> dict[int, float]:
     """Numbers by which nodes multiply instead: one of them by all, the others by 1.
     That of the fewest elements, but an output stays what it is: a computed value."""
-    total = prod((f.scale for f in group), start=Fraction(1))
+    total = _scale(group)
     able = [f for f in group if _is_exact(total**f.power)]
     if len(group) == 1 or not able:
         return {}
