@@ -54,12 +54,10 @@ def test_results_and_errors_come_whole(pool: Workers) -> None:
 def test_they_are_idle_while_most_have_no_job() -> None:
     with Workers(4) as pool:
         assert pool.are_idle
-        first = pool.submit(time.sleep, 0.5)
-        assert pool.are_idle
-        second = pool.submit(time.sleep, 0.5)
+        jobs = [pool.submit(time.sleep, 1.0) for _ in range(2)]
         assert not pool.are_idle, "two of four"
-        for future in (first, second):
-            future.result()
+        for job in jobs:
+            job.result()
         deadline = time.monotonic() + 20
         while not pool.are_idle and time.monotonic() < deadline:
             time.sleep(0.01)

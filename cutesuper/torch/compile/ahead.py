@@ -40,8 +40,8 @@ class Ahead:
         #: searches whose results were not looked at, and their cases
         self._searches: dict[Future[pipeline.Outcome], Case] = {}
         self._jobs: dict[Place, list[Future[Any]]] = {}
-        #: cases whose halves are searched before it is known whether they are needed
-        self._guessed: set[Place] = set()
+        #: undecided cases whose halves are not searched yet
+        self._whole: dict[Place, Case] = {}
         #: microseconds that the model expects programs to take
         self._expected: dict[Place, float] = {}
 
@@ -70,6 +70,7 @@ class Ahead:
             if wanted is not None:
                 future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
                 self._jobs[case.place], self._searches[future] = [future], case
+                self._whole[case.place] = case
 
     def follow(self) -> None:
         """Wait for half of the searches that have begun, and send what follows from them."""
@@ -123,15 +124,12 @@ class Ahead:
                 self._follow(future, self._searches.pop(future))
 
     def _guess(self) -> None:
-        """Search halves of regions that are being searched, while most processors have no work.
+        """Search halves of regions that are not decided, while most processors have no work.
         They are needed if a region is not taken. With two processors it gains nothing."""
-        waiting = list(self._searches.values())
-        while waiting and self._pool is not None and self._pool.are_idle:
-            case = waiting.pop(0)
-            if case.place not in self._guessed:
-                self._guessed.add(case.place)
-                for part in case.parts:
-                    self.begin(part)
+        while self._whole and self._pool is not None and self._pool.are_idle:
+            case = self._whole.pop(next(iter(self._whole)))
+            for part in case.parts:
+                self.begin(part)
 
     def _missing(self, place: Place) -> list[Future[Any]]:
         jobs = self._jobs.get(place, ())
@@ -164,6 +162,7 @@ class Ahead:
     def _end(self, case: Case) -> None:
         """Refuse kernels of which the compiler died: in this process it would take that along.
         What nobody waits for is dropped."""
+        self._whole.pop(case.place, None)
         if missing := self._missing(case.place):
             for future in missing:
                 future.cancel()
