@@ -17,7 +17,7 @@ from cutesuper import store  # noqa: E402
 from cutesuper.ir.definitions import definition  # noqa: E402
 from cutesuper.ir.operators.base import TABLE, Operator  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
-from cutesuper.torch.compile import backend, region_operator  # noqa: E402
+from cutesuper.torch.compile import backend, kept_code, region_operator  # noqa: E402
 from cutesuper.torch.compile.options import BackendOptions  # noqa: E402
 from tests.backends import GatedMLP, gradients  # noqa: E402
 
@@ -149,15 +149,31 @@ def test_what_may_end_otherwise_is_decided_again(
 ) -> None:
     """For want of memory or time, say; and what was decided for good since is found."""
     model, x = GatedMLP(32, 48), torch.randn(8, 32)
-    take = backend.take_regions
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "take_regions", lambda *a: replace(take(*a), passing=True))
+        leave_something(patch)
         again(model, x)
-    for _ in range(2):
-        again(model, x)
-        assert not is_found()
     again(model, x)
-    assert is_found() and len(cut) == 3
+    assert not is_found()
+    again(model, x)
+    assert is_found() and len(cut) == 2
+
+
+def test_what_never_ends_is_not_kept(monkeypatch: pytest.MonkeyPatch, cut: list[str]) -> None:
+    """The code of each process would stay on disk."""
+    model, x = GatedMLP(32, 48), torch.randn(8, 32)
+    leave_something(monkeypatch)
+    saved = list[int]()
+    for _ in range(kept_code.MOST_TRIES + 2):
+        again(model, x)
+        saved.append(counters["aot_autograd"]["autograd_cache_saved"])
+        assert not is_found()
+    assert saved == [1] * kept_code.MOST_TRIES + [0, 0]
+
+
+def leave_something(patch: pytest.MonkeyPatch) -> None:
+    """Let all decisions be such that a later process may decide otherwise."""
+    take = backend.take_regions
+    patch.setattr(backend, "take_regions", lambda *a: replace(take(*a), passing=True))
 
 
 def test_the_users_own_setting_counts() -> None:

@@ -76,6 +76,7 @@ class Ahead:
         """Wait for half of the searches that have begun, and send what follows from them."""
         begun = set(self._searches)
         while 2 * len(missing := begun & {*self._searches}) > len(begun):
+            self._guess()
             self._await(missing)
 
     def gain(self, case: Case) -> float:
@@ -89,6 +90,8 @@ class Ahead:
         What follows from results meanwhile is sent."""
         patience = cases[0].patience
         while True:
+            self._follow_ended()
+            self._guess()
             ready = [n for n, case in enumerate(cases) if self._is_ready(case)]
             if ready:
                 chosen = max(ready, key=lambda n: self.gain(cases[n]))
@@ -115,11 +118,13 @@ class Ahead:
         return case.saves_little(self._expected.get(case.place, 0.0))
 
     def _await(self, awaited: set[Future[Any]], until: float = inf) -> None:
-        """Wait for one of these, and follow the searches among those that are done."""
-        self._guess()
+        """Wait for one of these, and follow the searches that have ended."""
         seconds = None if until == inf else max(0.0, until - time.monotonic())
-        done, _ = wait(awaited, seconds, return_when=FIRST_COMPLETED)
-        for future in [f for f in self._searches if f in done]:
+        wait(awaited, seconds, return_when=FIRST_COMPLETED)
+        self._follow_ended()
+
+    def _follow_ended(self) -> None:
+        for future in [f for f in self._searches if f.done()]:
             with suppress(CutesuperError):  # it is raised again where the case is decided
                 self._follow(future, self._searches.pop(future))
 

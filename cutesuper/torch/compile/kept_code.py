@@ -12,6 +12,7 @@ import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -24,6 +25,9 @@ from cutesuper.torch.compile.report import GraphReport
 
 #: of the name of the folder of kernels: another one has none of those that kept code calls
 _FOLDER = ("folder",)
+#: processes in a row that leave something of a graph for the next one to decide, behind which
+#: nothing is kept: the code of each stays on disk
+MOST_TRIES = 4
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,17 @@ class KeptCode:
             operators that were added to the table may be others in the next process, and without a
             folder that can be written there are no kernels on disk.
         question: of its name on record.
+        tries: of processes before, in a row, that left something to decide.
     """
 
     key: str | None
     question: Sequence[object]
+    tries: int = 0
 
     def follow(self, report: GraphReport) -> None:
-        """Let no later process find what is compiled now if it may decide otherwise.
-        The next one keeps nothing, or each would leave its code on disk; the one after it may."""
+        """Let no later process find what is compiled now if it may decide otherwise."""
         if report.passing:
-            records.write(self.question, {"name": None})
+            records.write(self.question, {"name": _new_name(), "tries": self.tries + 1})
 
 
 def kept_code(gm: fx.GraphModule, options: BackendOptions) -> KeptCode:
@@ -53,15 +58,21 @@ def kept_code(gm: fx.GraphModule, options: BackendOptions) -> KeptCode:
     question = "code", hashlib.sha256(gm.code.encode()).hexdigest()
     if options.budget_s is not None or added(TABLE):
         return KeptCode(None, question)
-    names = _name(_FOLDER), _name(question)
+    folder, code = _named(_FOLDER), _named(question)
+    tries = int(code.get("tries", 0))
+    if not folder or not code or tries >= MOST_TRIES:
+        return KeptCode(None, question, tries)
     decided = options.take, options.target, str(sorted(options.inductor.items()))
-    known = (*question, *names, *decided, store.state())
-    return KeptCode(None if None in names else records.digest(known), question)
+    known = (*question, folder["name"], code["name"], *decided, store.state())
+    return KeptCode(records.digest(known), question, tries)
 
 
-def _name(question: Sequence[object]) -> str | None:
-    """The name on record, made if there is none; None if none can be kept."""
-    record = records.read(question)
-    if record is None or record.get("name") is None:
-        records.write(question, {"name": uuid.uuid4().hex})
-    return (record or records.read(question) or {}).get("name")
+def _named(question: Sequence[object]) -> dict[str, Any]:
+    """The record with a name, made if there is none; empty if none can be kept."""
+    if records.read(question) is None:
+        records.write(question, {"name": _new_name()})
+    return records.read(question) or {}
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex
