@@ -42,7 +42,7 @@ from cutesuper.search.general_cost import Model
 from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.rounding import Rounding
 from cutesuper.search.written import Written, core, tail
-from cutesuper.skeletons.base import MAX_SATURATED, Skeleton
+from cutesuper.skeletons.base import Skeleton
 from cutesuper.skeletons.cost import Cost, Setting, Sized, additive_price, cheapest
 from cutesuper.skeletons.form import Form
 from cutesuper.targets import Target
@@ -144,8 +144,9 @@ class Found:
     counts: Counts
 
 
-#: reason why a program is not searched
-_AS_WRITTEN = "too long: as it is written"
+#: most operators of a program that is saturated; longer ones are run as they are written. With 180
+#: in two chains around a softmax, saturation took 4 s and found nothing else
+MAX_SATURATED = 32
 #: levels of sealing at which a region with too many classes is searched again: see `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)
 #: least elements of an operand that blocks should not all read again (2 MB), and least columns of a
@@ -273,9 +274,6 @@ class _RegionSearch:
         space = by.skeleton.prepared(program, by.form)
         if space is not None:
             return list(self._skeleton(by, space))
-        if _is_long(program, by) and (written := self._written(program, by)):
-            self.counts.pruned[_AS_WRITTEN] += 1
-            return written
         reasons: list[SearchError] = []
         found = self._attempt(lambda: self._sealed(program, by), reasons)
         other = None if found else by.skeleton.otherwise(program, by.form)
@@ -300,7 +298,7 @@ class _RegionSearch:
         try:
             return self._levels(program, lambda space: list(self._skeleton(by, space)))
         except (TooLarge, OutOfTime) as error:
-            self.counts.pruned[str(error) if late() else _AS_WRITTEN] += 1
+            self.counts.pruned[str(error) if late() else "too long: as it is written"] += 1
             found = self._written(program, by)
             if found:
                 return found
@@ -308,7 +306,7 @@ class _RegionSearch:
 
     def _levels(self, program: LabelledProgram, search: Callable[[Space], list[Way]]) -> list[Way]:
         """Seal more and more. Raises TooLarge if even sealed values give too many classes."""
-        if _operators(program) > MAX_SATURATED:
+        if sum(op.kind not in (LOAD, CONSTANT) for op in program.ops) > MAX_SATURATED:
             raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
         error, tried = TooLarge(""), set[object]()
         for level in SEALING:
@@ -385,7 +383,7 @@ class _RegionSearch:
     def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
         """The program as written; the part up to the last reduction is searched if it is short."""
         form, begun = by.form, core(program, tail(program))
-        if begun is not None and not _is_long(begun[0], by):
+        if begun is not None:
             before, wanted = begun
 
             def finish(found: BlockProgram, split: Split) -> BlockProgram | None:
@@ -405,7 +403,8 @@ class _RegionSearch:
     def _structures(
         self, skeleton: Skeleton | None, form: Form, space: Space, split: Split, count: int
     ) -> list[tuple[float, Structure]]:
-        limit = int((skeleton.class_share if skeleton else 1.0) * self.options.max_classes)
+        share = skeleton.class_share(space.program) if skeleton else 1.0
+        limit = int(share * self.options.max_classes)
         table = saturate(space, split, form, limit, self.options.seed)
         self.counts.splits += 1
         self.counts.classes += len(table.classes)
@@ -555,15 +554,6 @@ def _diverse(ways: list[Way]) -> list[Way]:
         if alike[key] <= ALIKE:
             kept.append(way)
     return kept
-
-
-def _operators(program: LabelledProgram) -> int:
-    return sum(op.kind not in (LOAD, CONSTANT) for op in program.ops)
-
-
-def _is_long(program: LabelledProgram, by: Recognized) -> bool:
-    """True for a program that is run as it is written, if it can be."""
-    return _operators(program) > by.skeleton.most_searched(program)
 
 
 def _too_long(program: LabelledProgram) -> str | None:

@@ -44,10 +44,6 @@ from cutesuper.skeletons.form import Form
 from cutesuper.skeletons.schedule import Schedule, schedule_dict
 from cutesuper.targets import Target
 
-#: most operators of a program whose other forms are searched. With 180 in two chains around a
-#: softmax, saturation took 4 s and found nothing else
-MAX_SATURATED = 32
-
 Knobs = TypeVar("Knobs", bound=Schedule)
 
 
@@ -397,7 +393,6 @@ class Skeleton(ABC):
         name: for messages, with its article: ``a matmul loop``.
         plans: the classes of its plans.
         schedules: the classes of the plans' schedules.
-        class_share: the part of `search.region.SearchOptions.max_classes` that a split may have.
         between_waists: True if only segments are searched that begin and end where few values
             cross.
         widest_chain: most elements that the first of chained products contracts in kernels that
@@ -407,7 +402,6 @@ class Skeleton(ABC):
     name: ClassVar[str]
     plans: ClassVar[tuple[type[Plan[Any]], ...]]
     schedules: ClassVar[tuple[type[Schedule], ...]]
-    class_share: ClassVar[float] = 1.0
     between_waists: ClassVar[bool] = False
     widest_chain: ClassVar[int] = 0
 
@@ -426,10 +420,10 @@ class Skeleton(ABC):
         Otherwise it is run as it is written."""
         return True
 
-    def most_searched(self, program: LabelledProgram) -> int:
-        """Operators of a program up to which other ways to compute it are searched.
-        A longer one is run as it is written, where it can be."""
-        return MAX_SATURATED
+    def class_share(self, program: LabelledProgram) -> float:
+        """The part of `search.region.SearchOptions.max_classes` that a split may have.
+        What needs more is searched with more values sealed, and at last run as it is written."""
+        return 1.0
 
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
         """The space to search, if the skeleton knows which values to seal; else None."""

@@ -48,7 +48,6 @@ class Matmul(Skeleton):
     name = "a matmul loop"
     plans = (MatmulPlan,)
     schedules = (MatmulSchedule,)
-    class_share = 0.4
 
     def recognize(self, region: Region, program: LabelledProgram, target: Target) -> Form | None:
         """Rules for products of operands that depend on no position."""
@@ -76,6 +75,10 @@ class Matmul(Skeleton):
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
         """The additive price; operands of the loop pass through registers on their way."""
         return additive_price(table, form.contracted, target, itemsize)
+
+    def class_share(self, program: LabelledProgram) -> float:
+        """See the class."""
+        return 0.4
 
     def least_us(
         self, program: LabelledProgram, form: Any, target: Target, memory_us: float
