@@ -16,7 +16,7 @@ import cutesuper as cs
 from cutesuper.errors import LoweringError, ScheduleError, SearchError
 from cutesuper.ir.block import KernelStep, MuGraph
 from cutesuper.ir.dims import Dim
-from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.evaluate import evaluate, run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.report import plan_text
 from cutesuper.search.cuts import Flat
@@ -163,6 +163,25 @@ def test_scores_are_computed_for_each_kind_of_sum() -> None:
     counts = [[n.operator for n in g.nodes].count("exp") for g in (backward, together, alone)]
     assert counts == [1, 2, 3]
     assert [n.operator for n in together.nodes].count("sum") == 1
+
+
+def test_a_shared_number_may_be_an_output() -> None:
+    """The gradient of a target that the mean of attention is compared with."""
+    g = new_kernel_graph()
+    q, k, v = (g.new_input((8, 64), "fp16", name=n) for n in "qkv")
+    mean = g.mean(g.mean(g.softmax(q @ g.transpose(k)) @ v, 1), 0)
+    g.mark_output(mean)
+    g.mark_output(g.square(g.new_input((1, 1), "fp32", name="t") - mean))
+    backward = cs.grad(g).expanded()
+    found = recomputed(backward)
+    r = torch.Generator().manual_seed(0)
+    given = [backward.nodes[i].shape for i in backward.inputs]
+    values = [torch.randn(s, generator=r, dtype=torch.float64) for s in given]
+    wanted = evaluate(backward, values, torch.float64)
+    for other, _ in found:
+        for got, want in zip(evaluate(other, values, torch.float64), wanted, strict=True):
+            torch.testing.assert_close(got, want)
+    assert found
 
 
 @pytest.mark.parametrize("make", [

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cutesuper as cs
+from cutesuper.egraph.labelled import LabelledProgram
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import (
     CLUSTER_REDUCE,
@@ -25,6 +26,7 @@ from cutesuper.search.search import SearchOptions, SearchResult, search
 from cutesuper.skeletons.cost import describe
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.plan import RowLoopPlan
+from cutesuper.skeletons.rows.skeleton import Rows
 from cutesuper.targets import B200, H100, H200, Target
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.numeric import compare
@@ -418,3 +420,31 @@ def test_a_sum_behind_long_rows_is_a_kernel_of_its_own() -> None:
     first, second = (step.program for step in best.mugraph.steps)
     assert first.of_kind(AxisKind.CLUSTER) and not first.of_kind(AxisKind.PERSISTENT)
     assert second.blocks() == 1 and best.cost_us < 600
+
+
+def test_long_programs_get_fewer_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cost as much as with all of them: two gradients of norms, and what is done with them."""
+
+    def gradient(g: Graph, x: Tensor, dy: Tensor, w: Tensor, r: Tensor) -> Tensor:
+        v = dy * (1.0 + w)
+        return v * r - g.sum(v * x, -1) * (r * r * r) * x
+
+    def chain(g: Graph, *t: Tensor) -> Tensor:
+        x, y, dy, r, q, w, v = t
+        d = dy + gradient(g, x, dy, w, r)
+        return g.sigmoid(g.sigmoid(d + gradient(g, y, d, v, q)) + dy) + dy
+
+    share, shares = Rows.class_share, set[float]()
+
+    def noted(self: Rows, program: LabelledProgram) -> float:
+        shares.add(found_share := share(self, program))
+        return found_share
+
+    wide, narrow = (4096, 2048), (4096, 1)
+    g = rows(wide, wide, wide, narrow, narrow, (2048,), (2048,), build=chain)
+    monkeypatch.setattr(Rows, "class_share", noted)
+    few = found(g).candidates[0]
+    assert min(shares) < 1 == max(shares), "only whole programs are long"
+    monkeypatch.setattr(Rows, "class_share", lambda *_: 1.0)
+    assert few.cost_us == pytest.approx(found(g).candidates[0].cost_us, rel=1e-3)
+    assert len(few.mugraph.steps) == 1

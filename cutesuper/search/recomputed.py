@@ -148,7 +148,8 @@ def _apart(graph: KernelGraph, groups: Groups, sums: _Sums) -> KernelGraph:
     once = set(filter(sums.is_shared, shared))
     given = once | set(graph.inputs)
     needed = [graph.needed((graph.outputs[n] for n in group), given) for group in groups]
-    met = {j for own in needed for i in own for j in graph.nodes[i].inputs} & once
+    read = {j for own in needed for i in own for j in graph.nodes[i].inputs}
+    met = (read | set(graph.outputs)) & once
     begun = dict(values)  # what these numbers are computed from is computed for them alone
     for i in sorted(graph.needed(met) - set(graph.inputs)):
         begun[i] = _copied(graph, new, i, begun)
