@@ -161,13 +161,34 @@ def test_what_may_end_otherwise_is_decided_again(
 def test_what_never_ends_is_not_kept(monkeypatch: pytest.MonkeyPatch, cut: list[str]) -> None:
     """The code of each process would stay on disk."""
     model, x = GatedMLP(32, 48), torch.randn(8, 32)
+
+    def saved(processes: int) -> list[int]:
+        found = list[int]()
+        for _ in range(processes):
+            again(model, x)
+            found.append(counters["aot_autograd"]["autograd_cache_saved"])
+            assert not is_found()
+        return found
+
+    with monkeypatch.context() as patch:
+        leave_something(patch)
+        assert saved(kept_code.MOST_TRIES - 1) == [1] * (kept_code.MOST_TRIES - 1)
+    assert saved(1) == [1], "nothing is left"
+    path = store.user_folder() / "sm90" / "some.json"  # decided once more
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.write_text("{}")
     leave_something(monkeypatch)
-    saved = list[int]()
-    for _ in range(kept_code.MOST_TRIES + 2):
-        again(model, x)
-        saved.append(counters["aot_autograd"]["autograd_cache_saved"])
-        assert not is_found()
-    assert saved == [1] * kept_code.MOST_TRIES + [0, 0]
+    assert saved(kept_code.MOST_TRIES + 2) == [1] * kept_code.MOST_TRIES + [0, 0]
+
+
+@pytest.mark.parametrize("record", [{"name": 5}, {"name": None}, {"tries": "many"}, {}])
+def test_what_is_no_name_names_nothing(record: Any) -> None:
+    model, x = GatedMLP(32, 48), torch.randn(8, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_code.records, "read", lambda question: record)
+        for _ in range(2):
+            again(model, x)
+            assert not is_found()
 
 
 def leave_something(patch: pytest.MonkeyPatch) -> None:

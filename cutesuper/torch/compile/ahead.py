@@ -133,8 +133,9 @@ class Ahead:
         They are needed if a region is not taken. With two processors it gains nothing."""
         while self._whole and self._pool is not None and self._pool.are_idle:
             case = self._whole.pop(next(iter(self._whole)))
-            for part in case.parts:
-                self.begin(part)
+            with suppress(CutesuperError):  # it is raised again where the case is decided
+                for part in case.parts:
+                    self.begin(part)
 
     def _missing(self, place: Place) -> list[Future[Any]]:
         jobs = self._jobs.get(place, ())

@@ -12,7 +12,6 @@ import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -51,6 +50,8 @@ class KeptCode:
         """Let no later process find what is compiled now if it may decide otherwise."""
         if report.passing:
             records.write(self.question, {"name": _new_name(), "tries": self.tries + 1})
+        elif self.tries and (record := records.read(self.question)):
+            records.write(self.question, {**record, "tries": 0})
 
 
 def kept_code(gm: fx.GraphModule, options: BackendOptions) -> KeptCode:
@@ -58,20 +59,22 @@ def kept_code(gm: fx.GraphModule, options: BackendOptions) -> KeptCode:
     question = "code", hashlib.sha256(gm.code.encode()).hexdigest()
     if options.budget_s is not None or added(TABLE):
         return KeptCode(None, question)
-    folder, code = _named(_FOLDER), _named(question)
-    tries = int(code.get("tries", 0))
-    if not folder or not code or tries >= MOST_TRIES:
+    (folder, _), (name, tries) = _named(_FOLDER), _named(question)
+    if None in (folder, name) or tries >= MOST_TRIES:
         return KeptCode(None, question, tries)
     decided = options.take, options.target, str(sorted(options.inductor.items()))
-    known = (*question, folder["name"], code["name"], *decided, store.state())
+    known = (*question, folder, name, *decided, store.state())
     return KeptCode(records.digest(known), question, tries)
 
 
-def _named(question: Sequence[object]) -> dict[str, Any]:
-    """The record with a name, made if there is none; empty if none can be kept."""
-    if records.read(question) is None:
+def _named(question: Sequence[object]) -> tuple[str | None, int]:
+    """The name on record, made if there is none, and the tries behind it; None if none is kept."""
+    record = records.read(question)
+    if record is None:
         records.write(question, {"name": _new_name()})
-    return records.read(question) or {}
+        record = records.read(question) or {}
+    name, tries = record.get("name"), record.get("tries")
+    return name if isinstance(name, str) else None, tries if isinstance(tries, int) else 0
 
 
 def _new_name() -> str:
