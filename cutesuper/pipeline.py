@@ -545,7 +545,7 @@ def choose(
     if choice is not None:
         return result, choice
     if near < inf:
-        return choose(graph, options, on_progress, keep)
+        return choose(graph, options, on_progress)
     raise _none(first, result, options)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from cutesuper.ir.operators.base import TABLE, Operator  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.torch.compile import backend, kept_code, region_operator  # noqa: E402
 from cutesuper.torch.compile.options import BackendOptions  # noqa: E402
+from cutesuper.torch.compile.report import GraphReport  # noqa: E402
 from tests.backends import GatedMLP, gradients  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
@@ -179,6 +181,22 @@ def test_what_never_ends_is_not_kept(monkeypatch: pytest.MonkeyPatch, cut: list[
     path.write_text("{}")
     leave_something(monkeypatch)
     assert saved(kept_code.MOST_TRIES + 2) == [1] * kept_code.MOST_TRIES + [0, 0]
+
+
+def test_one_of_two_passes_is_enough_to_leave_something() -> None:
+    """The backward pass, which is decided last, does not say that nothing is left."""
+    left, done = (cast("GraphReport", SimpleNamespace(passing=p)) for p in (True, False))
+    gm, options = torch.fx.symbolic_trace(GatedMLP(8, 8)), BackendOptions()
+    for tries in range(3):
+        code = kept_code.kept_code(gm, options)
+        assert code.tries == tries and code.key is not None
+        code.follow(left)
+        code.follow(done)
+    code = kept_code.kept_code(gm, options)
+    code.follow(done)
+    code.follow(done)
+    again = kept_code.kept_code(gm, options)
+    assert again.tries == 0 and again.key == code.key
 
 
 @pytest.mark.parametrize("record", [{"name": 5}, {"name": None}, {"tries": "many"}, {}])

@@ -60,6 +60,7 @@ from cutesuper.torch.compile.report import (  # noqa: E402
     Report,
 )
 from cutesuper.torch.compile.selection import Verdict  # noqa: E402
+from cutesuper.torch.compile.trial import Sample  # noqa: E402
 from tests.backends import Attention, Between, GatedMLP, Layers, compiled, judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
@@ -1308,3 +1309,28 @@ def test_rows_are_put_in_place_by_calls_of_a_known_form(monkeypatch: pytest.Monk
         [found], checked = call(own, *inputs[1:])
         assert checked and torch.equal(own, inputs[0]) and torch.equal(found, expected)
     assert call.launches == 4
+
+
+def masked(x: Any, _: Any) -> Any:
+    return torch.softmax(x @ x.mT + torch.ones(8, 8).tril().log().to(x.dtype), -1) @ x
+
+
+def normed(x: Any, w: Any) -> Any:
+    return functional.rms_norm(x.view(-1, 64), w.shape, w).view(x.shape)
+
+
+@pytest.mark.parametrize(("model", "bare"), [(normed, True), (masked, False)])
+def test_kernels_that_need_something_beside_them(
+    monkeypatch: pytest.MonkeyPatch, model: Any, bare: bool
+) -> None:
+    """They are compiled with it, to be timed. Views need nothing."""
+    found, decide = list[bool](), backend.decide
+
+    def noted(regions: Any, *rest: Any, **options: Any) -> Any:
+        found.extend(Sample(r, key_of(r.graph)).bare for r in regions)
+        return decide(regions, *rest, **options)
+
+    monkeypatch.setattr(backend, "decide", noted)
+    call, _ = compiled(model, take="modelled")
+    call(torch.randn(4, 8, 64).bfloat16(), torch.ones(64).bfloat16())
+    assert found == [bare]

@@ -240,33 +240,56 @@ def test_an_interrupt_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert futures and all(f.cancelled() for f in futures)
 
 
-@pytest.mark.parametrize("idle", [False, True])
-def test_halves_are_searched_on_idle_processors(alone: Verdicts, idle: bool) -> None:
-    """Before it is known whether they are needed; what is decided is the same."""
-    jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
-    sent: list[int] = []
+class Late(Pool):
+    """Searches when somebody waits; kernels are not compiled, but noted."""
 
-    class Late(Pool):
-        """Searches when somebody waits."""
+    def __init__(self, idle: bool) -> None:
+        self.are_idle = idle
+        self.jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self.sent: list[int] = []
+        self.kernels: list[str] = []
 
-        are_idle = idle
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = Future[Any]()
+        if fn is pipeline.outcome:
+            self.jobs.append((future, partial(fn, *args, **kwargs)))
+        else:
+            self.kernels.append(repr(args[0]))
+            future.set_result(None)
+        return future
 
-        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-            jobs.append((Future[Any](), partial(fn, *args, **kwargs)))
-            return jobs[-1][0]
-
-    def wait_for_one(futures: Any, *args: Any, **kwargs: Any) -> Any:
-        sent.append(len(jobs))
+    def wait(self, futures: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sent.append(len(self.jobs))
         while not (done := {f for f in futures if f.done()}):
-            future, job = jobs.pop(0)
+            future, job = self.jobs.pop(0)
             if future.set_running_or_notify_cancel():
                 future.set_result(job())
         return done, set()
 
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_halves_are_searched_on_idle_processors(alone: Verdicts, idle: bool) -> None:
+    """Before it is known whether they are needed; what is decided is the same."""
+    pool = Late(idle)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "wait", wait_for_one)
-        assert decided(Late())[0] == alone
-    assert (sent[0] > 2) == idle, "the model has two regions"
+        patch.setattr(ahead, "wait", pool.wait)
+        assert decided(pool)[0] == alone
+    assert (pool.sent[0] > 2) == idle, "the model has two regions"
+
+
+def test_halves_are_compiled_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Case, "runs", True)
+    monkeypatch.setattr(Case, "record", None)
+    monkeypatch.setattr(selection, "_known_or_judged", selection._judge)
+    monkeypatch.setattr(selection, "_compile", lambda case: None)
+    monkeypatch.setattr(selection, "_checked", lambda verdict, case: verdict)
+    kernels: list[list[str]] = []
+    for pool in (Late(False), Late(True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(ahead, "wait", pool.wait)
+            decided(pool)
+        kernels.append(sorted(pool.kernels))
+    assert kernels[0] == kernels[1] != []
 
 
 def test_what_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,10 @@ def norm_gradient(g: KernelGraph, x: Tensor, r: Tensor) -> Tensor:
     return s * -0.5 * r / 256.0 * (x * 2.0)
 
 
+def number(g: KernelGraph, value: float) -> Tensor:
+    return g.apply("constant", value=value)
+
+
 #: what is written, and the constants that are left
 JOINED: dict[str, tuple[Callable[[KernelGraph, Tensor, Tensor], Tensor], list[float]]] = {
     "gradient of a norm": (norm_gradient, [-1 / 256]),
@@ -49,6 +53,9 @@ KEPT: dict[str, Callable[[KernelGraph, Tensor, Tensor], Tensor]] = {
     "what keeps others from overflowing": lambda g, x, r: x * 2.0**-60 * r * 2.0**60,
     "zero": lambda g, x, r: x * 0.0 * r * 2.0,
     "sums in between": lambda g, x, r: (x * 2.0 + r) * 4.0,
+    "squares in between": lambda g, x, r: g.square(x * 2.0) * 3.0 + r,
+    "divided by squares": lambda g, x, r: g.exp(r / g.square(x * 4.0) * 2.0),
+    "the square of a number": lambda g, x, r: g.square(number(g, 3.0)) * x * 0.5,
 }
 
 
@@ -100,7 +107,10 @@ def test_the_constant_is_where_least_is_multiplied() -> None:
 Leaf = Any
 EXPRESSIONS: st.SearchStrategy[Leaf] = st.recursive(
     st.sampled_from(["x", "r", 2.0, -0.5, 3.0, 0.1, 256.0, 1e-9]),
-    lambda inner: st.tuples(st.sampled_from(["mul", "div", "add"]), inner, inner),
+    lambda inner: (
+        st.tuples(st.sampled_from(["mul", "div", "add"]), inner, inner)
+        | st.tuples(st.just("square"), inner)
+    ),
     max_leaves=12,
 )
 
@@ -111,8 +121,8 @@ def test_drawn_programs_compute_the_same(expression: Leaf) -> None:
     def build(g: KernelGraph, x: Tensor, r: Tensor) -> Tensor:
         def value(e: Leaf) -> Any:
             if isinstance(e, tuple):
-                return g.apply(e[0], value(e[1]), value(e[2]))
-            return {"x": x, "r": r}.get(e, e)
+                return g.apply(e[0], *map(value, e[1:]))
+            return {"x": x, "r": r}.get(e) or number(g, e)
 
         return g.add(g.mul(x, r), value(expression))
 
@@ -129,3 +139,18 @@ def test_what_is_found_is_verified_against_what_was_written() -> None:
     assert choice.verification
     numbers = [op.attributes["value"] for op in step.program.ops if op.kind == "constant"]
     assert numbers == [-1 / 256]
+
+
+#: equal to what is written, as the verifier cannot see once their constants are joined
+NOT_COMPARED: dict[str, Callable[[KernelGraph, Tensor, Tensor], Tensor]] = {
+    "a sign leaves a divisor that may be 0": lambda g, x, r: r * 3.0 / (g.relu(x) * -2.0),
+    "both do": lambda g, x, r: r * -3.0 / (g.at_least(x, 0.5) * -2.0),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPARED)
+def test_what_cannot_be_compared_is_searched_as_it_is_written(name: str) -> None:
+    g = cs.new_kernel_graph()
+    g.mark_output(NOT_COMPARED[name](g, *tensors(g)))
+    assert joined_constants(old := g.expanded()) is not old
+    assert choose(g, Options(cs.H200), near=1.2)[1].verification

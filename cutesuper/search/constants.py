@@ -9,13 +9,13 @@ every result, the program is verified against the graph as the user wrote it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import isfinite, prod
 from typing import NamedTuple
 
 from cutesuper.ir.dims import extent
-from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.graph import KernelGraph, Node, Tensor
 from cutesuper.ir.operators.base import CONSTANT, INPUT
 from cutesuper.ir.relations import reachable
 
@@ -64,48 +64,54 @@ def _products(graph: KernelGraph) -> Iterator[list[_Factor]]:
     def parts(part: tuple[int, int]) -> list[tuple[int, int]]:
         """Products that are needed by this one only, with their powers in the whole."""
         node, power = nodes[part[0]], part[1]
-        operands = zip(node.inputs, node.facets.powers or (), strict=False)
-        own = ((j, p * power) for j, p in operands)
-        found = [(j, p) for j, p in own if users[j] == 1 and nodes[j].facets.powers]
+        operands = zip(node.inputs, node.facets.powers or (), strict=True)
+        found = [(j, p * power) for j, p in operands if users[j] == 1 and _is_product(nodes[j])]
         inner.update(j for j, _ in found)
         return found
 
     for i in reversed(range(len(nodes))):
-        if nodes[i].facets.powers and i not in inner:
+        if _is_product(nodes[i]) and i not in inner:
             found = (_factor(graph, *part) for part in reachable([(i, 1)], parts))
             yield sorted(f for f in found if f is not None)
 
 
+def _is_product(node: Node) -> bool:
+    """True for products and quotients of two operands; a square has a constant twice."""
+    return node.facets.multiplies or node.facets.divides
+
+
 def _factor(graph: KernelGraph, i: int, power: int) -> _Factor | None:
-    """The constant of a part of a product; None if it has none, or is the reciprocal of a value."""
+    """The constant of a part of a product, which changes nothing but the value.
+    None if it has none, or is the reciprocal of a value."""
     node = graph.nodes[i]
     constants = [graph.nodes[j].operator == CONSTANT for j in node.inputs]
     if sum(constants) != 1 or (node.facets.divides and constants[0]):
         return None
     side = constants.index(True)
-    number = graph.nodes[node.inputs[side]].attributes["value"]
-    if not isfinite(number) or not 1 / _LARGE <= abs(number) <= _LARGE:
+    number, value = (graph.tensor(j) for j in (node.inputs[side], node.inputs[1 - side]))
+    scale = number.node.attributes["value"]
+    if not isfinite(scale) or not 1 / _LARGE <= abs(scale) <= _LARGE:
+        return None
+    if graph.own_dtype(value) != graph.own_dtype(graph.tensor(i)):
         return None
     own = (node.facets.powers or ())[side]
-    return _Factor(i, power, Fraction(number) ** (own * power))
+    return _Factor(i, power, Fraction(scale) ** (own * power))
 
 
 def _groups(factors: Sequence[_Factor]) -> list[list[_Factor]]:
     """The factors of one product in groups whose products are exact."""
     groups: list[list[_Factor]] = []
+    totals: list[Fraction] = []
     for factor in factors:
-        fitting = (g for g in groups if _is_exact(_scale((*g, factor))))
-        group = next(fitting, None)
-        if group is None:
+        fitting = (n for n, t in enumerate(totals) if _is_exact(t * factor.scale))
+        n = next(fitting, None)
+        if n is None:
             groups.append([factor])
+            totals.append(factor.scale)
         else:
-            group.append(factor)
+            groups[n].append(factor)
+            totals[n] *= factor.scale
     return groups
-
-
-def _scale(factors: Iterable[_Factor]) -> Fraction:
-    """The constants of a product as one."""
-    return prod((f.scale for f in factors), start=Fraction(1))
 
 
 def _is_exact(number: Fraction) -> bool:
@@ -116,7 +122,7 @@ def _is_exact(number: Fraction) -> bool:
 def _joined(graph: KernelGraph, group: Sequence[_Factor]) -> dict[int, float]:
     """Numbers by which nodes multiply instead: one of them by all, the others by 1.
     That of the fewest elements, but an output stays what it is: a computed value."""
-    total = _scale(group)
+    total = prod((f.scale for f in group), start=Fraction(1))
     able = [f for f in group if _is_exact(total**f.power)]
     if len(group) == 1 or not able:
         return {}

@@ -238,8 +238,8 @@ class _Search:
         near: float,
     ) -> None:
         self.whole, self.target, self.options = graph.expanded(), target, options
-        graph, self.border = inside(self.whole)
-        self.graph = joined_constants(graph)
+        self._given, self.border = inside(self.whole)
+        self.graph = joined_constants(self._given)
         self.budget_s, self.executor = budget_s, executor
         self.on_progress, self.verify = on_progress, verify
         self.known, self.near = known if budget_s is None else None, near
@@ -284,6 +284,11 @@ class _Search:
         maximum (`FieldAlgebra.nested_exp`): then chained products are run as several kernels.
         """
         self._accept(candidates)
+        if not candidates and self.graph is not self._given:
+            # it cannot compare all that is equal: a divisor of another sign that may be 0, say
+            self.graph = self._given
+            self._verdicts.clear()
+            self._accept(candidates)
         if self._has_no_value():
             return
         if not candidates and self.near < inf:

@@ -42,6 +42,8 @@ class Ahead:
         self._jobs: dict[Place, list[Future[Any]]] = {}
         #: undecided cases whose halves are not searched yet
         self._whole: dict[Place, Case] = {}
+        #: halves that are searched and may not be needed, with the result of those that ended
+        self._guessed: dict[Place, pipeline.Outcome | None] = {}
         #: microseconds that the model expects programs to take
         self._expected: dict[Place, float] = {}
 
@@ -62,15 +64,26 @@ class Ahead:
         """Have a program for a region searched for, unless that is known or must be done here."""
         # what is raised here, or cannot be pickled, is raised or searched again where it is decided
         with suppress(CutesuperError, PicklingError, TypeError, AttributeError):
-            if self._pool is None or case.refusal or not case.searches:
-                return
-            if case.place in self._jobs or case.place in self._decided or case.record is not None:
-                return
-            wanted = case.program.wanted(case.sample.extents, case.target)
-            if wanted is not None:
-                future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
-                self._jobs[case.place], self._searches[future] = [future], case
+            if case.place in self._guessed:
                 self._whole[case.place] = case
+                if outcome := self._guessed.pop(case.place):
+                    self._go_on(case, outcome)
+            elif self._send(case):
+                self._whole[case.place] = case
+
+    def _send(self, case: Case) -> bool:
+        """Have a program searched for; False if there is no need. Raises CutesuperError, and what
+        pickling raises."""
+        if self._pool is None or case.refusal or not case.searches:
+            return False
+        if case.place in self._jobs or case.place in self._decided or case.record is not None:
+            return False
+        wanted = case.program.wanted(case.sample.extents, case.target)
+        if wanted is None:
+            return False
+        future = self._pool.submit(pipeline.outcome, *wanted, case.most_us)
+        self._jobs[case.place], self._searches[future] = [future], case
+        return True
 
     def follow(self) -> None:
         """Wait for half of the searches that have begun, and send what follows from them."""
@@ -133,16 +146,15 @@ class Ahead:
         They are needed if a region is not taken. With two processors it gains nothing."""
         while self._whole and self._pool is not None and self._pool.are_idle:
             case = self._whole.pop(next(iter(self._whole)))
-            with suppress(CutesuperError):  # it is raised again where the case is decided
-                for part in case.parts:
-                    self.begin(part)
+            with suppress(CutesuperError, PicklingError, TypeError, AttributeError):  # see `begin`
+                self._guessed |= {part.place: None for part in case.parts if self._send(part)}
 
     def _missing(self, place: Place) -> list[Future[Any]]:
         jobs = self._jobs.get(place, ())
         return [f for f in jobs if f in self._searches or not f.done()]
 
     def _follow(self, future: Future[pipeline.Outcome], case: Case) -> None:
-        """Take the result of a search; then compile its kernels, or search the region's halves."""
+        """Take the result of a search, and go on if it is needed."""
         try:
             outcome = future.result()
         except Exception as error:  # the same search in this process says what is wrong
@@ -151,6 +163,13 @@ class Ahead:
             return
         case.program.bring(case.sample.extents, case.target, case.most_us, outcome)
         self._expected[case.place] = _expected_us(outcome)
+        if case.place in self._guessed:
+            self._guessed[case.place] = outcome
+        else:
+            self._go_on(case, outcome)
+
+    def _go_on(self, case: Case, outcome: pipeline.Outcome) -> None:
+        """Compile the kernels that were found, or search the region's halves."""
         hopeless = self.gain(case) <= 0 and case.options.take != "all"
         if isinstance(outcome.found, CutesuperError) or hopeless:
             for part in case.parts:

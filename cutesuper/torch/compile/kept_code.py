@@ -39,19 +39,21 @@ class KeptCode:
             operators that were added to the table may be others in the next process, and without a
             folder that can be written there are no kernels on disk.
         question: of its name on record.
+        name: that it had when this was made.
         tries: of processes before, in a row, that left something to decide.
     """
 
     key: str | None
     question: Sequence[object]
+    name: str | None = None
     tries: int = 0
 
     def follow(self, report: GraphReport) -> None:
         """Let no later process find what is compiled now if it may decide otherwise."""
         if report.passing:
             records.write(self.question, {"name": _new_name(), "tries": self.tries + 1})
-        elif self.tries and (record := records.read(self.question)):
-            records.write(self.question, {**record, "tries": 0})
+        elif self.tries and _named(self.question)[0] == self.name:  # nor did the other pass
+            records.write(self.question, {"name": self.name})
 
 
 def kept_code(gm: fx.GraphModule, options: BackendOptions) -> KeptCode:
@@ -61,10 +63,10 @@ def kept_code(gm: fx.GraphModule, options: BackendOptions) -> KeptCode:
         return KeptCode(None, question)
     (folder, _), (name, tries) = _named(_FOLDER), _named(question)
     if None in (folder, name) or tries >= MOST_TRIES:
-        return KeptCode(None, question, tries)
+        return KeptCode(None, question, name, tries)
     decided = options.take, options.target, str(sorted(options.inductor.items()))
     known = (*question, folder, name, *decided, store.state())
-    return KeptCode(records.digest(known), question, tries)
+    return KeptCode(records.digest(known), question, name, tries)
 
 
 def _named(question: Sequence[object]) -> tuple[str | None, int]:
