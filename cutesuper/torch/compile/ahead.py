@@ -72,8 +72,8 @@ class Ahead:
                 self._whole[case.place] = case
 
     def _send(self, case: Case) -> bool:
-        """Have a program searched for; False if there is no need. Raises CutesuperError, and what
-        pickling raises."""
+        """Have a program searched for; False if there is no need.
+        Raises CutesuperError, and what pickling raises."""
         if self._pool is None or case.refusal or not case.searches:
             return False
         if case.place in self._jobs or case.place in self._decided or case.record is not None:
