@@ -380,8 +380,11 @@ class KernelGraph(NamedOperators):
 
     def copy_node(self, other: KernelGraph, i: int, operands: Sequence[Tensor]) -> Tensor:
         """Node ``i`` of another graph with operands of this one, in the type that it has there.
-        Its users need that type, which may be a wider one than follows from the operands."""
+        Its users need that type, which may be a wider one than follows from the operands. An input
+        stays as it is."""
         node = other.nodes[i]
+        if node.operator == INPUT:
+            return self._append(node)
         t = self.apply(node.operator, *operands, **dict(node.attributes))
         self.nodes[t.index] = replace(t.node, dtype=other.own_dtype(other.tensor(i)))
         return t

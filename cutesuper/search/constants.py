@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from math import isfinite, prod
+from math import prod
 from typing import NamedTuple
 
 from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph, Node, Tensor
-from cutesuper.ir.operators.base import CONSTANT, INPUT
+from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.ir.relations import reachable
 
 #: constants beyond it, or below its inverse, stay where they are: they may keep other factors of
@@ -90,7 +90,7 @@ def _factor(graph: KernelGraph, i: int, power: int) -> _Factor | None:
     side = constants.index(True)
     number, value = (graph.tensor(j) for j in (node.inputs[side], node.inputs[1 - side]))
     scale = number.node.attributes["value"]
-    if not isfinite(scale) or not 1 / _LARGE <= abs(scale) <= _LARGE:
+    if not 1 / _LARGE <= abs(scale) <= _LARGE:
         return None
     if graph.own_dtype(value) != graph.own_dtype(graph.tensor(i)):
         return None
@@ -126,8 +126,11 @@ def _joined(graph: KernelGraph, group: Sequence[_Factor]) -> dict[int, float]:
     able = [f for f in group if _is_exact(total**f.power)]
     if len(group) == 1 or not able:
         return {}
-    shapes = {f: prod(map(extent, graph.nodes[f.node].shape)) for f in able}
-    kept = min(able, key=lambda f: (f.node not in graph.outputs, shapes[f]))
+
+    def elements(f: _Factor) -> int:
+        return prod(map(extent, graph.nodes[f.node].shape))
+
+    kept = min(able, key=lambda f: (f.node not in graph.outputs, elements(f)))
     return {f.node: 1.0 for f in group} | {kept.node: float(total**kept.power)}
 
 
@@ -135,10 +138,6 @@ def _changed(graph: KernelGraph, changes: dict[int, float]) -> KernelGraph:
     """The program with nodes that multiply by other numbers, or by none where that is 1."""
     new, values = KernelGraph(), list[Tensor]()
     for i, n in enumerate(graph.nodes):
-        if n.operator == INPUT:
-            new.nodes.append(n)
-            values.append(new.tensor(len(new.nodes) - 1))
-            continue
         args, number = [values[j] for j in n.inputs], changes.get(i)
         if number is None:
             values.append(new.copy_node(graph, i, args))

@@ -14,7 +14,7 @@ kernel adds up what it sums.
 from __future__ import annotations
 
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ir.operators.base import CONSTANT, INPUT, lookup
+from cutesuper.ir.operators.base import CONSTANT, lookup
 from cutesuper.search.cuts import Groups
 
 
@@ -164,8 +164,4 @@ def _apart(graph: KernelGraph, groups: Groups, sums: _Sums) -> KernelGraph:
 
 
 def _copied(graph: KernelGraph, new: KernelGraph, i: int, values: dict[int, Tensor]) -> Tensor:
-    node = graph.nodes[i]
-    if node.operator == INPUT:
-        new.nodes.append(node)
-        return new.tensor(len(new.nodes) - 1)
-    return new.copy_node(graph, i, [values[j] for j in node.inputs])
+    return new.copy_node(graph, i, [values[j] for j in graph.nodes[i].inputs])

@@ -13,7 +13,6 @@ it.
 from __future__ import annotations
 
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ir.operators.base import INPUT
 
 
 def shifted(graph: KernelGraph) -> KernelGraph | None:
@@ -30,10 +29,6 @@ def shifted(graph: KernelGraph) -> KernelGraph | None:
         return None
     new, values = KernelGraph(), list[Tensor]()
     for i, n in enumerate(graph.nodes):
-        if n.operator == INPUT:
-            new.nodes.append(n)
-            values.append(new.tensor(len(new.nodes) - 1))
-            continue
         args = [values[j] for j in n.inputs]
         if i in dims:
             args = [new.sub(args[0], new.max(args[0], dims[i]))]

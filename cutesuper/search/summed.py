@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ir.operators.base import INPUT, lookup
+from cutesuper.ir.operators.base import lookup
 
 
 def summed_first(graph: KernelGraph) -> KernelGraph | None:
@@ -41,12 +41,8 @@ class _Moving:
     def run(self) -> KernelGraph:
         """The rewritten program, without nodes that are no longer needed."""
         g = self.new
-        for i, n in enumerate(self.graph.nodes):
-            if n.operator == INPUT:
-                g.nodes.append(n)
-                self.values.append(g.tensor(len(g.nodes) - 1))
-            else:
-                self.values.append(self._linear(i) or self._again(i))
+        for i in range(len(self.graph.nodes)):
+            self.values.append(self._linear(i) or self._again(i))
         for i in self.graph.outputs:
             g.mark_output(self.values[i], self.graph.nodes[i].dtype)
         return g.apart([range(len(g.outputs))])
