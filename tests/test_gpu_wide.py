@@ -110,6 +110,27 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
         Linear(320, 300, 384, 128, 128, 64, norm=False, residual=True, turned=True),
         {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},
     ),
+    "columns times a gain": (
+        Linear(100, 192, 136, 56, tile_k=64, gain=True, bias=True, transposed=True,
+               dtype="bfloat16"),
+        {"scales_columns": True},
+    ),
+    "columns times a gain, two blocks of each warpgroup, over a cluster": (
+        Linear(90, 512, 256, 96, 256, 128, 2, gain=True, dtype="bfloat16"),
+        {"scales_columns": True},
+    ),
+    "statistics of the grid": (
+        Linear(100, 328, 136, 56, tile_k=64, residual=True), {"reduces_once": True}
+    ),
+    "statistics of the grid, some of whose blocks have no tile": (
+        Linear(100, 328, 136, 56, 128, 64, residual=True),
+        {"reduces_once": True, "persistent": 7, "helpers": 2},
+    ),
+    "statistics of the grid, in pairs that walk, columns times a gain": (
+        Linear(130, 2600, 384, 48, 128, 64, gain=True, transposed=True, dtype="bfloat16"),
+        {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3, "helpers": 2,
+         "scales_columns": True, "reduces_once": True},
+    ),
     "float32, pairs that walk": (
         Linear(130, 160, 384, 48, 128, 32, gain=True, residual=True, dtype="float32"),
         {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},

@@ -204,7 +204,9 @@ def test_plans_stay_inside_the_block_limits(m: int, n: int) -> None:
     assert p.shared_bytes <= H200.shared_bytes and p.threads <= 1024
     if p.registers:
         consumers, helpers, producer = p.registers
-        assert 128 * (2 * consumers + helpers + producer) <= H200.registers
+        together = p.threads == 3 * 128  # helpers and producer are one warpgroup
+        others = max(helpers, producer) if together else helpers + producer
+        assert 128 * (2 * consumers + others) <= H200.registers
         assert p.threads == 128 * 4 and p.schedule.warpgroups == 2
 
 

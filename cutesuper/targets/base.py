@@ -86,6 +86,11 @@ class Rates:
         statistic_per_us: elements that they only read, for statistics of the rows.
         overlap: exponent of `skeletons.cost.overlapped`; infinite if overlapping work takes
             no longer than its longest part.
+        kept_bytes: of the weights that L2 still has when the next row tiles come.
+        shared_bytes_per_us: that an SM writes to its shared memory and reads.
+        scaled_reads: reads of columns that go through registers, each as one by the tensor cores.
+        helper_bytes_per_us: bytes of rows per microsecond that two helper warps of an SM read from
+            device memory.
         copied_bytes_per_us: bytes per microsecond that threads of one SM copy into shared memory,
             of operands that bulk loads cannot address.
         tensor_overlap: the same of the tensor cores with all else.
@@ -117,6 +122,10 @@ class Rates:
     prologue_per_us: float
     statistic_per_us: float
     overlap: float
+    kept_bytes: float
+    shared_bytes_per_us: float
+    scaled_reads: float
+    helper_bytes_per_us: float
     copied_bytes_per_us: float
     tensor_overlap: float
     latency_us: float
@@ -148,8 +157,8 @@ class WideRates:
         rows: from which on they hold.
         l2_bandwidth, tensor_flops: as of `Target`.
         sm_bytes_per_us, overlap, latency_us, reread, tensor_efficiency, half_area,
-            cluster_store_us, exchange_us_per_kb: as of `Rates`; the tensor cores overlap like all
-            else.
+            cluster_store_us, exchange_us_per_kb, store_us, shared_bytes_per_us: as of `Rates`; the
+            tensor cores overlap like all else.
     """
 
     rows: int
@@ -163,6 +172,8 @@ class WideRates:
     half_area: float
     cluster_store_us: float
     exchange_us_per_kb: float
+    store_us: float
+    shared_bytes_per_us: float
 
 
 @dataclass(frozen=True)

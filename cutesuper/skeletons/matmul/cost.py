@@ -12,7 +12,7 @@ from math import prod
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.skeletons.cost import Cost, computes, instructions, overlapped
-from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, MatmulPlan
 from cutesuper.targets import Target
 
 #: registers of a thread beside the accumulators, roughly; they decide if an SM holds two blocks
@@ -25,7 +25,7 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
     r, blocks = target.rates, plan.program.blocks()
     slots = plan.cluster_size * target.clusters[plan.cluster_size]
     at_once = slots * _resident(plan, target)
-    moved = plan.moved_bytes * (1 + r.piece_bytes / _piece(plan)) + r.reread * _reread_bytes(plan)
+    moved = plan.moved_bytes * (1 + r.piece_bytes / _piece(plan)) + _reread_bytes(plan, target)
     parts = dict[str, float]()
     own = _staged_us(plan, target), _tensor_us(plan, target)
     busy = 0.0
@@ -39,7 +39,7 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
         busy += times * overlapped(r.tensor_overlap, rest, tensor)
     rounds = ceil_div(blocks, slots)  # blocks of one SM, one after the other or side by side
     exchange, store = (rounds * us for us in max(_end(p, target) for p in plan.sections))
-    after = rounds * _after_us(plan, target)
+    after = rounds * _after_us(plan, target) + _statistics_us(plan, target, busy)
     ramp = r.first_stage * plan.stage_bytes / r.sm_bytes_per_us + (rounds - 1) * r.block_us
     parts |= {"launch": target.launch_us, "ramp": ramp, "exchange": exchange, "store": store}
     parts |= {"after": after} if after else {}
@@ -79,19 +79,36 @@ def _wave(
         cause: on_one * us for cause, us in (
             ("copies", copied / r.copied_bytes_per_us),
             ("latency", r.latency_us / max(1, plan.schedule.stages - 1)),
+            ("shared", _shared_bytes(plan, target) / r.shared_bytes_per_us),
         ) if us
     }  # fmt: skip
 
 
-def _reread_bytes(plan: MatmulPlan) -> float:
-    """Bytes of the weights that row tiles read after the first one; with many of them, all."""
+def _shared_bytes(plan: MatmulPlan, target: Target) -> float:
+    """Bytes of shared memory that an iteration writes, and that its products read.
+    Each block of columns reads all rows; columns that go through registers cost more."""
+    m, n, k = plan.tile
+    columns = n * len(plan.products)
+    each = target.rates.scaled_reads if plan.schedule.scales_columns else 1.0
+    return plan.stage_bytes + plan.element_bytes * k * columns * (each + m / COLUMN_BLOCK)
+
+
+def _reread_bytes(plan: MatmulPlan, target: Target) -> float:
+    """Bytes of the weights that row tiles read after the first one.
+    Those of a round, which read them at about the same time, but for what L2 loses, ``reread``;
+    later rounds all that L2 does not hold."""
     views = {v.argument: v for p in plan.sections for v in p.columns.values()}
     shapes = (plan.arguments[a].shape for a in views)
     whole = sum(
         plan.itemsize(v) * prod(map(extent, s)) for v, s in zip(views.values(), shapes, strict=True)
     )
     tiles = ceil_div(extent(plan.program.dims[plan.row]), plan.tile[0])
-    return whole * (1 - 1 / tiles)
+    if plan.schedule.persistent:
+        together = plan.group
+    else:
+        together = max(1, target.sms // sum(p.column_tiles for p in plan.sections))
+    again = max(0.0, whole - target.rates.kept_bytes) * (ceil_div(tiles, together) - 1)
+    return target.rates.reread * whole * (1 - 1 / tiles) + again
 
 
 def _piece(plan: MatmulPlan) -> int:
@@ -111,8 +128,9 @@ def _resident(plan: MatmulPlan, target: Target) -> int:
 
 
 def _staged_us(plan: MatmulPlan, target: Target) -> float:
-    """Time of the helper warps in an iteration: they rewrite the rows, or only read them."""
-    if not plan.rewrites_rows and not plan.statistics:
+    """Time of the helper warps in an iteration: they rewrite the rows, or only read them.
+    The rates are those of four warps."""
+    if not plan.rewrites_rows and (not plan.statistics or plan.schedule.reduces_once):
         return 0.0
     r, (m, _, k) = target.rates, plan.tile
     rate = r.prologue_per_us if plan.rewrites_rows else r.statistic_per_us
@@ -122,7 +140,7 @@ def _staged_us(plan: MatmulPlan, target: Target) -> float:
         and plan.contracted in (*op.dims, op.attributes.get("over"))
         and plan.column not in op.dims
     )  # fmt: skip
-    return m * k * (1 / rate + count / r.lanes_per_us)
+    return m * k * (1 / rate + count / r.lanes_per_us) * 4 / plan.helpers
 
 
 def _tensor_us(plan: MatmulPlan, target: Target) -> float:
@@ -165,6 +183,17 @@ def _meeting_us(plan: MatmulPlan, target: Target) -> float:
     m, n, _ = plan.tile
     left = 4 * m * n * len(plan.finals) * plan.program.blocks()
     return target.rows.finish_us + 2 * left / target.l2_bandwidth * 1e6
+
+
+def _statistics_us(plan: MatmulPlan, target: Target, busy: float) -> float:
+    """Time for which the first tile waits, after its ``busy`` loop, for the statistics of all rows.
+    None if blocks do not share them out."""
+    if not plan.schedule.reduces_once:
+        return 0.0
+    dims, element = plan.program.dims, plan.element_bytes
+    read = element * len(plan.rows) * extent(dims[plan.row]) * extent(dims[plan.contracted])
+    needed = read / plan.launched / target.rates.helper_bytes_per_us + target.rows.finish_us
+    return max(0.0, needed - busy / ceil_div(plan.tiles, plan.launched))
 
 
 def _after_us(plan: MatmulPlan, target: Target) -> float:

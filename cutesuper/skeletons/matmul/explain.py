@@ -128,14 +128,18 @@ def _operand_lines(plan: MatmulPlan) -> list[str]:
         )
     elif plan.element_bytes == 4:
         lines.append("float32 operands, rounded to TF32")
-    if plan.prologue is not None:
+    if plan.schedule.scales_columns and plan.factor is not None:
+        lines.append(f"columns, multiplied in registers: by {_text(plan, plan.factor)}")
+    elif plan.prologue is not None:
         lines.append(f"row operand, rewritten in the stage: {_text(plan, plan.prologue)}")
     for i, (vector, weight) in enumerate(_vector_names(plan)):
         lines.append(f"vector{i} per column, in the same loop: {vector} times {weight}")
+    once = plan.schedule.reduces_once
     for i, st in enumerate(plan.statistics):
         scale = f" * {st.scale:g}" if st.scale != 1 else ""
         text = _text(plan, st.source)
-        lines.append(f"statistic{i} per row, in the same loop: {st.op} of {text}{scale}")
+        where = "by one block, from device memory" if once else "in the same loop"
+        lines.append(f"statistic{i} per row, {where}: {st.op} of {text}{scale}")
     return lines
 
 
@@ -227,7 +231,8 @@ def _barriers(plan: MatmulPlan) -> str:
     names = ["full", "empty"] + ["ready"] * plan.rewrites
     names += ["received"] * (plan.cluster > 1)
     s = plan.schedule
-    shared = s.share_rows > 1 and (s.joint or not plan.rewrites_rows)
+    apart = plan.rewrites_rows or s.reduces_once
+    shared = s.share_rows > 1 and (s.joint or not apart)
     names += ["reduced"] * (bool(plan.statistics) and (plan.cluster > 1 or shared))
     names += ["after_full"] * bool(plan.tails)
     exchanged = bool(plan.reductions) and plan.column_cluster > 1

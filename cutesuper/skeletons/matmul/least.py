@@ -18,8 +18,10 @@ from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Dim, ceil_div, extent
 from cutesuper.skeletons.cost import MIN_STAGES, overlapped
+from cutesuper.skeletons.matmul.copies import HALF_BYTES
 from cutesuper.skeletons.matmul.cost import at_rows, multiplied_us
 from cutesuper.skeletons.matmul.form import MatmulForm
+from cutesuper.skeletons.matmul.plan import FEW_ROWS
 from cutesuper.skeletons.matmul.sizes import programs
 from cutesuper.targets import Target
 
@@ -27,9 +29,9 @@ from cutesuper.targets import Target
 class Work(NamedTuple):
     """The work of every program of a region beside products.
 
-    ``reads``: helper warps compute statistics of the rows; ``rewrites``: they write what the tensor
-    cores read, for which they compute the functions ``kinds`` of every element; ``ending``:
-    functions of every result.
+    ``reads``: helper warps compute statistics of the rows from the stages; ``rewrites``: they write
+    what the tensor cores read, for which they compute the functions ``kinds`` of every element;
+    ``ending``: functions of every result.
     """
 
     reads: bool
@@ -88,16 +90,19 @@ def least_us(program: LabelledProgram, form: MatmulForm, target: Target, memory_
 def work_of(program: LabelledProgram, form: MatmulForm) -> Work:
     """The least work of a program with its rows: they are rewritten, read, or neither.
     Rows are rewritten where a product takes functions or products of them, or columns that are
-    scaled; they are read where they have statistics. All else may be moved behind the product."""
+    scaled; they are read where they have statistics. All else may be moved behind the product.
+    Of many 16-bit rows neither is needed: vectors multiply columns in registers, and blocks share
+    out the statistics (`MatmulPlan.can_scale_columns`, `can_reduce_once`)."""
     rows = {form.row, form.contracted}
+    many = extent(program.dims[form.row]) > FEW_ROWS and form.element_bytes == HALF_BYTES
     chain = set[int]()
     for i in reversed(range(len(program.ops))):
         op = program.ops[i]
         multiplies = op.facets.contracts and op.over == form.contracted
         if multiplies or (i in chain and op.over is None):
             chain |= {j for j in op.inputs if rows <= program.ops[j].labels}
-    stays = [op for i in chain if _stays(program, op := program.ops[i], form)]
-    reads = any(
+    stays = [op for i in chain if _stays(program, op := program.ops[i], form, many)]
+    reads = not many and any(
         op.over == form.contracted and not op.facets.contracts
         and form.row in program.ops[op.inputs[0]].labels for op in program.ops
     )  # fmt: skip
@@ -116,14 +121,15 @@ def _is_function(op: LabelledOp) -> bool:
     return plain and f.powers is None and f.signs is None and not f.converts
 
 
-def _stays(program: LabelledProgram, op: LabelledOp, form: MatmulForm) -> bool:
-    """True for a function of one number, a product of rows, and one with a vector of the loop."""
+def _stays(program: LabelledProgram, op: LabelledOp, form: MatmulForm, many: bool) -> bool:
+    """True for a function of one number, a product of rows, and one with a vector of the loop.
+    Not for the last if there are many rows."""
     if _is_function(op):
         return True
     operands = [program.ops[j].labels for j in op.inputs]
     along = [form.row in x for x in operands if form.contracted in x]
     multiplies = op.facets.elementwise and op.facets.powers is not None and len(op.inputs) > 1
-    return multiplies and (len(along) > 1 or along == [False])
+    return multiplies and (len(along) > 1 or (along == [False] and not many))
 
 
 @lru_cache(4096)

@@ -242,6 +242,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
         columns: the column operand of every product, by operation of the load.
         products: for every product, the operation that completes its accumulator.
         prologue: the row operand of the products, None if it is the first row load.
+        factor: the vector ``[contracted]``, over vector loads, if the prologue multiplies the only
+            row load by it and does nothing else; else None.
         statistics: row statistics, reduced in the same loop.
         row_values: expressions per row over statistics, by the operation they stand for.
         loads: loads of the epilogue, by operation.
@@ -277,6 +279,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     vector_rows: VectorRows = ()
     vector_products: tuple[VectorProduct, ...] = ()
     shift: Shift | None = None
+    factor: ThreadExpression | None = None
     beside: tuple[MatmulPlan, ...] = ()
 
     def scheduled(self, schedule: MatmulSchedule) -> MatmulPlan:
@@ -429,6 +432,11 @@ class MatmulPlan(Plan[MatmulSchedule]):
         return batch * ceil_div(extent(dims[self.row]), m) * ceil_div(extent(dims[self.column]), n)
 
     @property
+    def launched(self) -> int:
+        """Blocks of the grid; symbolic extents count with their hint."""
+        return prod(grid_shape(self))
+
+    @property
     def numbered(self) -> bool:
         """True if blocks lie in one row of the grid, since they are too many for its other sides.
         Symbolic extents are not counted."""
@@ -438,7 +446,12 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:
-        """Partial sums of the grid's parts, and a counter for every tile at which they meet."""
+        """Device memory in which blocks meet.
+        Partial sums of the grid's parts, and a counter for every tile; or the statistics of all
+        rows, and one counter."""
+        if self.schedule.reduces_once:
+            sums = len(self.statistics) * extent(self.program.dims[self.row])
+            return Scratch((sums,), "float32", False), Scratch((1,), "int32", True)
         if self.parts == 1:
             return ()
         m, n, _ = self.tile
@@ -536,7 +549,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """32-bit numbers of a block that products read and write, or threads gather of a chunk."""
         words = COLUMN_BLOCK * self.chunk * self.blocks_n * len(self.products) * (1 + self.split)
         sums = self.accumulators - self.added + self.vector_accumulators
-        return sums + words * self.gathers
+        # a word has two 16-bit columns; words of two chunks, or of one for more blocks of columns
+        chunks = 2 if self.blocks_n * len(self.products) <= self.schedule.warpgroups else 1
+        return sums + words * self.gathers + words // 2 * chunks * self.schedule.scales_columns
 
     @property
     def thread_accumulators(self) -> int:
@@ -558,20 +573,45 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """Number of 64-column blocks of one product's tile."""
         return self.tile[1] // COLUMN_BLOCK
 
-    @structural
+    @property
     def has_helpers(self) -> bool:
         """True if helper warps read the row operand."""
         return bool(self.statistics) or self.rewrites
 
-    @structural
+    @property
     def rewrites(self) -> bool:
         """True if helper warps write the operand that the tensor cores read."""
         return self.rewrites_rows or bool(self.vector_rows)
 
-    @structural
+    @property
     def rewrites_rows(self) -> bool:
         """True if that operand is the rows."""
-        return self.prologue is not None or self.split
+        return self.split or (self.prologue is not None and not self.schedule.scales_columns)
+
+    @structural
+    def can_scale_columns(self) -> bool:
+        """True if consumers may multiply the columns by the factor of the rows.
+        Columns that nothing but the products of many rows needs; of bfloat16, since weights times
+        a gain may be smaller than what float16 holds."""
+        more = self.tails or self.vector_rows or self.shift or self.turned or self.copied
+        more = more or self.open_depth
+        whole = self.factor is not None and self.dtype == "bfloat16" and self.many_rows
+        return whole and not more
+
+    @property
+    def can_reduce_once(self) -> bool:
+        """True if one block may reduce a row's statistics for all.
+        Of many rows, whose number is known, that lie one behind the other in memory."""
+        more = self.rewrites or self.shift or self.turned or self.copied or self.batch
+        known = not isinstance(self.program.dims[self.row], Symbol) and not self.open_depth
+        whole = known and extent(self.program.dims[self.contracted]) % PIECE == 0
+        alone = self.stands_alone and self.element_bytes == 2 and self.many_rows
+        return bool(self.statistics) and alone and whole and not more
+
+    @property
+    def meets(self) -> bool:
+        """True if all blocks of the grid meet: they wait for each other, and are launched together."""
+        return self.parts > 1 or self.schedule.reduces_once
 
     def staged(self, operation: int) -> View:
         """A row-side load's view of its tensor."""
@@ -923,7 +963,7 @@ def _bad_parts(plan: MatmulPlan) -> str:
 def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
     """The limit that a plan exceeds with its schedule; None if there is none."""
     s = plan.schedule
-    waits = plan.cluster_size * s.share_rows > 1 or plan.parts > 1
+    waits = plan.cluster_size * s.share_rows > 1 or plan.meets
     # blocks whose products are joint take all the room, and so the same places
     held = max(plan.multiplied, s.joint * (target.accumulators or 0))
     return (
@@ -994,6 +1034,18 @@ def _exceeded_sharing(plan: MatmulPlan, target: Target) -> Limit | None:
 def _exceeded_device(plan: MatmulPlan, target: Target) -> Limit | None:
     """The limit of multiprocessors, or of the shared memory of one, that a plan exceeds."""
     s = plan.schedule
+    if s.reduces_once and (blocks := plan.launched) > target.sms:
+        return Limit(
+            "blocks that wait for each other exceed the multiprocessors",
+            f"{blocks} blocks wait for the statistics of each other's rows, and {target.sms} run at "
+            "once; use blocks that walk, or reduces_once=False",
+        )
+    if s.scales_columns and target.accumulators is not None:
+        return Limit(
+            "tiles that blocks cannot share, walk over or store",
+            f"scales_columns={s.scales_columns}: no instruction of {target.name} ({target.arch}) "
+            "takes columns from registers; use scales_columns=False",
+        )
     if plan.parts > 1 and plan.parts * plan.tiles > target.sms:
         return Limit(
             "blocks that wait for each other exceed the multiprocessors",
@@ -1041,7 +1093,18 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         )
     if s.persistent % s.share_rows:
         yield f"persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"
-    if s.persistent and plan.has_helpers and plan.iterations <= s.stages:
+    if s.scales_columns and not plan.can_scale_columns:
+        yield (
+            f"scales_columns={s.scales_columns} needs bfloat16 rows, more than {FEW_ROWS}, that are "
+            "multiplied by a vector and by columns alone; use scales_columns=False"
+        )
+    if s.reduces_once and not plan.can_reduce_once:
+        yield (
+            f"reduces_once={s.reduces_once} needs statistics of a known number of 16-bit rows, "
+            f"more than {FEW_ROWS}, without batches, clusters and what rewrites the rows; use "
+            "reduces_once=False"
+        )
+    if s.persistent and not s.reduces_once and plan.has_helpers and plan.iterations <= s.stages:
         # only the ring keeps helpers and consumers one tile apart
         yield (
             f"persistent={s.persistent}: blocks with helper warps that walk need more iterations "

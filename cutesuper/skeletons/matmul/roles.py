@@ -142,6 +142,7 @@ class Roles:
             columns={i: self._view(i) for i in columns},
             products=tuple((load, finals[i]) for load, i in columns.items()),
             prologue=None if plain else row_operand,
+            factor=None if plain else self._factor(),
             statistics=statistics,
             row_values=ends.row_values,
             loads=ends.loads,
@@ -245,14 +246,29 @@ class Roles:
     def _is_load(self, i: int) -> bool:
         return self.program.ops[i].kind == LOAD
 
-    def _row_operand(self) -> ThreadExpression:
+    def _multiplied(self) -> int:
+        """The operation whose value all products take as their rows. Raises LoweringError."""
         ops = self.program.ops
         pairs = [(i, self._column_operand(i)) for i in (*self.products, *self.inner)]
         operands = {j for i, column in pairs for j in ops[i].inputs if j != column}
         if len(operands) > 1:
             raise LoweringError(f"{self.where}: products take different row operands")
+        return operands.pop()
+
+    def _row_operand(self) -> ThreadExpression:
         shifted = self.shifted is not None and self.shifted.products
-        return self._row_side(operands.pop(), "row operand", shifted)
+        return self._row_side(self._multiplied(), "row operand", shifted)
+
+    def _factor(self) -> ThreadExpression | None:
+        """The vector by which the row operand multiplies a load; None if it is computed otherwise."""
+        op = self.program.ops[self._multiplied()]
+        if not op.facets.multiplies or op.facets.contracts:
+            return None
+        loads = [i for i in op.inputs if self._is_load(i) and self.row in self.program.ops[i].dims]
+        others = [i for i in op.inputs if self.program.ops[i].dims == (self.contracted,)]
+        if len(loads) != 1 or len(others) != 1:
+            return None
+        return fuse(self.program, others[0], self._is_load, f"{self.where}, factor of the rows")
 
     def _row_side(self, i: int, what: str, shifted: bool = True) -> ThreadExpression:
         """An expression over row-side loads, and over the shifted value."""

@@ -7,6 +7,7 @@ whose tile lies outside of the tensor: grids are rounded up to whole pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.ir.dims import ceil_div, extent
@@ -54,6 +55,13 @@ class MatmulSchedule(Schedule):
             not measured, so nothing chooses it but `tune`.
         helpers: warps that reduce row statistics or compute the row operand. With 2, the producer
             is in their warpgroup, and 384 threads instead of 512 keep 168 registers each.
+        scales_columns: a vector by which the rows would be multiplied, ``(X * G) W``, multiplies
+            the columns in its place, ``X (G W)``: consumers bring these to registers and multiply
+            them there, while the products before are under way. Rows of many tiles need not be
+            rewritten in shared memory, whose speed the products need.
+        reduces_once: the statistics of a row are reduced by one block, from device memory, and not
+            by every block that multiplies it, from its stages. All blocks meet once, so that
+            they must all be resident.
         pieces: of each warpgroup in shared memory, on their way to it or to memory: one that comes
             waits for the one whose place it takes.
         bulk_store: tiles leave through bulk stores of pieces of 32 rows and 64 columns. At
@@ -84,6 +92,8 @@ class MatmulSchedule(Schedule):
     helpers: int = 4
     bulk_store: bool = False
     pieces: int = 2
+    scales_columns: bool = False
+    reduces_once: bool = False
 
     def settled(self, old: MatmulSchedule, knob: str) -> MatmulSchedule:
         """The schedule, adjusted: the producer fills no more stages ahead than there are."""
@@ -100,6 +110,20 @@ class MatmulSchedule(Schedule):
 
 def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -> MatmulSchedule:
     """The schedule that measurements favour, for a plan with any other schedule."""
+    own = target.accumulators is None  # consumers' registers, and columns may come from them
+    way = replace(plan.schedule, scales_columns=own and plan.can_scale_columns, reduces_once=False)
+    plan = plan.scheduled(way)
+    if not (own and plan.can_reduce_once):
+        return _schedule(plan, target, dependent_launch)
+    once = plan.scheduled(replace(way, reduces_once=True))
+    schedule = _schedule(once, target, dependent_launch)
+    if once.scheduled(schedule).launched <= target.sms:
+        return schedule
+    return _schedule(plan, target, dependent_launch)
+
+
+def _schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -> MatmulSchedule:
+    """The same for a plan whose schedule says how rows are scaled and reduced."""
     rows = extent(plan.program.dims[plan.row])
     even = all(b % 2 == 0 for b in plan.shared_blocks)
     warpgroups = 2 if plan.accumulators > 128 * ONE_WARPGROUP and even else 1
@@ -110,12 +134,14 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
         helpers=_helpers(plan, 4),
         pieces=3 if plan.pieced else 2,
         bulk_store=plan.can_bulk_store,
+        scales_columns=plan.schedule.scales_columns,
+        reduces_once=plan.schedule.reduces_once,
         dependent_launch=dependent_launch,
     )
     tiled = _with_tiles(plan, schedule, target)
     most = (target.shared_bytes - plan.fixed_bytes(schedule)) // plan.slot_bytes
-    # without helper warps the ring of blocks that walk may hold more than a tile
-    free = tiled.persistent > 0 and not plan.has_helpers
+    # unless helper warps read it, the ring of blocks that walk may hold more than a tile
+    free = tiled.persistent > 0 and (plan.schedule.reduces_once or not plan.has_helpers)
     stages = min(most, max(2, plan.iterations * (1 + free)))
     ring = SETTINGS.choose(target, "ring", dependent_launch=dependent_launch, rows=rows)
     if ring["bytes"] and stages < plan.iterations:
@@ -141,16 +167,14 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     """
     m = plan.tile[0]
     dims = plan.program.dims
-    large = SETTINGS.choose(target, "share", rows=m)["walk"]
     stored = schedule.bulk_store or (plan.stands_alone and plan.element_bytes == 4)
-    if not stored or not large or schedule.warpgroups < 2 or plan.copied:
+    if not stored or not plan.many_rows or schedule.warpgroups < 2 or plan.copied:
         return schedule
-    share = min(shared_by(p.column_tiles, m, target) for p in plan.sections)
+    rest = ceil_div(extent(dims[plan.row]), m) * prod(extent(dims[d]) for d in plan.batch)
+    alone = sum(p.column_tiles for p in plan.sections) * rest
+    share = min(_shared(p, schedule, alone > target.sms, target) for p in plan.sections)
     slots = share * target.clusters[share]
-    columns = sum(share * ceil_div(p.column_tiles, share) for p in plan.sections)
-    tiles = columns * ceil_div(extent(dims[plan.row]), m)
-    for label in plan.batch:
-        tiles *= extent(dims[label])
+    tiles = sum(share * ceil_div(p.column_tiles, share) for p in plan.sections) * rest
     walks = tiles > slots
     if schedule.dependent_launch and not walks:
         return schedule
@@ -165,16 +189,23 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
 
 
 def _helpers(plan: MatmulPlan, warps: int) -> int:
-    """Helper warps, ``warps`` where the instruction allows: see `MatmulPlan.instruction_rows`."""
+    """Helper warps, ``warps`` where the instruction allows: see `MatmulPlan.instruction_rows`.
+    Those that read device memory have a warpgroup together with the producer."""
+    if plan.schedule.reduces_once:
+        return 2
     rows = plan.tile[0]
     whole = rows <= 128 or rows % 16 == 0 or plan.rewrites_rows
     return warps if whole else 2
 
 
-def shared_by(column_tiles: int, rows: int, target: Target) -> int:
-    """Number of neighbouring blocks that load a tile of ``rows`` rows together."""
-    found = SETTINGS.choose(target, "share", rows=rows)
+def _shared(plan: MatmulPlan, schedule: MatmulSchedule, walks: bool, target: Target) -> int:
+    """Number of neighbouring blocks that load a row tile together."""
+    m, columns = plan.tile[0], plan.column_tiles
+    reads = plan.element_bytes == 4 or (plan.has_helpers and not schedule.reduces_once)
+    found = SETTINGS.choose(
+        target, "share", rows=m, reads=reads, walks=walks, accumulators=plan.accumulators
+    )
     share = found["blocks"]
-    empty = share * ceil_div(column_tiles, share) - column_tiles
-    whole = rows % (8 * share) == 0  # each loads whole blocks of 8 rows
-    return share if whole and empty * found["full"] <= column_tiles else 1
+    empty = share * ceil_div(columns, share) - columns
+    whole = m % (8 * share) == 0  # each loads whole blocks of 8 rows
+    return share if whole and empty * found["full"] <= columns else 1

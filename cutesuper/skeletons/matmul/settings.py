@@ -21,9 +21,10 @@ SETTINGS = Settings(
         "ring": Decision(("dependent_launch", "rows"), {"bytes": 0, "stages": 2}),
         # stages that the producer fills before the block's first barrier
         "ahead": Decision((), {"stages": 0}),
-        # by the rows of a tile: neighbouring blocks along the columns that load it together, where
-        # there are `full` tiles at least for each that the last cluster lacks; blocks may walk
-        "share": Decision(("rows",), {"walk": 0, "blocks": 1, "full": 1}),
+        # by the rows and accumulators of a tile, if helper warps read its stages (or operands are
+        # float32), and if blocks walk: neighbouring blocks along the columns that load rows
+        # together, where there are `full` tiles at least for each that the last cluster lacks
+        "share": Decision(("rows", "reads", "walks", "accumulators"), {"blocks": 1, "full": 1}),
         # helper warps of blocks with large tiles, by the rows that a block loads of each
         "helpers": Decision(("prologue", "rows"), {"warps": 4}),
     },

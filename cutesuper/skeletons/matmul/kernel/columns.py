@@ -56,12 +56,13 @@ class ColumnGroup:
         dtype: Any,
         rows: int,
         turned: bool = False,
-        gathers: bool = False,
+        registers: bool = False,
         double: bool = False,
     ) -> Product:
         """The product with ``rows`` as its N extent.
-        See `MatmulPlan.turned`, ``gathers`` and ``doubles``."""
-        return cores.product(dtype, rows, (not self.column_major, not turned), gathers, double)
+        See `MatmulPlan.turned` and ``doubles``; ``registers``: consumers bring the columns."""
+        along = registers or not self.column_major
+        return cores.product(dtype, rows, (along, not turned), registers, double)
 
     def layout(self, dtype: Any, boxes: int) -> cute.ComposedLayout:
         """Layout of some boxes ``[width, depth, box]`` in shared memory, swizzled."""

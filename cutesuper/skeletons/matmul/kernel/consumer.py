@@ -12,6 +12,7 @@ from cutesuper.skeletons.matmul.kernel.gathered import GatheredProducts
 from cutesuper.skeletons.matmul.kernel.mainloop import Mainloop
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.prefetch import Prefetch
+from cutesuper.skeletons.matmul.kernel.scaled import ScaledProducts
 from cutesuper.skeletons.matmul.kernel.tails import Tails
 from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
 
@@ -29,6 +30,7 @@ class Consumer:
         self.prefetches = [Prefetch(e.k) for e in epilogues]
         self.mainloop = Mainloop(known, sharing, tails, self.epilogue.vectors)
         self.gathered = GatheredProducts(known, self.mainloop.per_group)
+        self.scaled = ScaledProducts(known, self.mainloop, sharing)
 
     @cute.jit
     def run(self, here, outs):
@@ -61,6 +63,10 @@ class Consumer:
             cores.begin()
             cores.end()
             cores.wait(0)
+        elif cutlass.const_expr(k.plan.schedule.scales_columns):
+            at, last = self.scaled.run(cores, work, here, at)
+            if cutlass.const_expr(self.walk.persistent):
+                here.memory.ring.release(last, here.lane, self.sharing.parts)
         else:
             at = self.multiply(cores, work, totals, here, at)
         self.epilogue.begin()
@@ -72,6 +78,8 @@ class Consumer:
         for n, epilogue in enumerate(self.epilogues):
             if here.tile.section == n:
                 epilogue.run(sums, of_vectors, here, outs[n])
+        if cutlass.const_expr(k.plan.schedule.reduces_once and self.walk.persistent):
+            k.rows_read_meeting().arrive()
         return at
 
     @cute.jit

@@ -16,7 +16,7 @@ from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import operand_layout
 from cutesuper.device.pipeline import Ring
-from cutesuper.device.products import Products
+from cutesuper.device.products import FREE_BARRIER, Products
 from cutesuper.skeletons.base import view_of
 from cutesuper.skeletons.kernel.arguments import (
     ELEMENT,
@@ -32,6 +32,8 @@ from cutesuper.skeletons.matmul.plan import ROW_BOX, MatmulPlan
 #: block), of the consumers, of the helpers, and the first of the consumer warpgroups, which have
 #: one each
 ROW_VALUES_BARRIER, CONSUMERS_BARRIER, HELPERS_BARRIER, WARPGROUP_BARRIER = 1, 2, 3, 4
+#: that on which helpers wait until the row values of a tile have been read
+ROWS_READ_BARRIER = FREE_BARRIER
 #: steps between the beginnings of neighbouring blocks that are staggered; 17 is as good as 5
 STAGGER = 5
 
@@ -110,8 +112,9 @@ class Known:
 
     @property
     def readers(self) -> int:
-        """Arrivals that give back a stage whose products are done."""
-        return 1 if self.plan.schedule.issuer else self.consumers
+        """Arrivals that give back a stage: of those that multiply it, and of helpers that read it."""
+        reading = 0 if self.plan.schedule.reduces_once else self.helpers
+        return reading + (1 if self.plan.schedule.issuer else self.consumers)
 
     def block(self, i: int, warp: Any) -> Any:
         """The ``i``-th block of columns of a consumer warp's warpgroup."""
@@ -123,6 +126,10 @@ class Known:
     def row_values_meeting(self) -> Meeting:
         """The barrier of the row values: helpers have written them, consumers wait for them."""
         return Meeting(ROW_VALUES_BARRIER, 32 * (self.helpers + self.consumers))
+
+    def rows_read_meeting(self) -> Meeting:
+        """The barrier of row values that are read: consumers come there behind their tile."""
+        return Meeting(ROWS_READ_BARRIER, 32 * (self.helpers + self.consumers))
 
     def consumers_meet(self) -> None:
         """Wait for all consumer warps at their barrier."""
@@ -303,8 +310,8 @@ class Here:
         warp: index in the block, uniform.
         lane: in the warp.
         tile: the one that it works at.
-        scratch: tensors in device memory for partial sums and counters, given to consumers; none
-            if the grid has no parts.
+        scratch: tensors in device memory for partial sums and counters, given to consumers and
+            helpers; none if blocks do not meet.
     """
 
     memory: Memory

@@ -31,6 +31,7 @@ from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.producer import Producer
 from cutesuper.skeletons.matmul.kernel.reductions import ColumnReductions
 from cutesuper.skeletons.matmul.kernel.row_tile import RowTile
+from cutesuper.skeletons.matmul.kernel.shared_statistics import SharedStatistics
 from cutesuper.skeletons.matmul.kernel.statistics import RowSide
 from cutesuper.skeletons.matmul.kernel.tails import Tails
 from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
@@ -51,6 +52,7 @@ class MatmulKernel:
         leaves = Leaves(known)
         self.vectors = VectorTile(known, tile)
         self.row_side = RowSide(known, tile, sharing, walk, self.vectors)
+        self.shared_statistics = SharedStatistics(known, sharing, walk)
         self.tails = Tails(known, leaves)
         self.reductions = ColumnReductions(known, leaves, self.vectors)
         self.tile_store = TileStore(known, leaves)
@@ -91,7 +93,7 @@ class MatmulKernel:
             cluster=(plan.cluster_size * self.sharing.blocks, 1, 1),
             stream=stream,
             use_pdl=k.dependent,
-            cooperative=plan.parts > 1,
+            cooperative=plan.meets,
             # without this cap the compiler ignores the hand-over of registers
             min_blocks_per_mp=1,
         )
@@ -169,7 +171,11 @@ class MatmulKernel:
                 if cutlass.const_expr(registers is not None and not together):
                     give_registers(registers[1])
                 thread = tidx - 32 * k.consumers
-                self.row_side.run(Here(memory, tensors, thread, warp, lane, tile), pieces)
+                here = Here(memory, tensors, thread, warp, lane, tile, scratch)
+                if cutlass.const_expr(self.plan.schedule.reduces_once):
+                    self.shared_statistics.run(here)
+                else:
+                    self.row_side.run(here, pieces)
         self.sharing.leave()
 
     def first_tile(self, block: tuple[Any, Any, Any], tensors: list[cute.Tensor]) -> Tile:
@@ -224,7 +230,7 @@ class MatmulKernel:
         statistics = floats(len(plan.statistics) * k.cluster * k.m)
         row_values = floats(len(plan.row_values) * k.m)
         pieces, pieces_full = self.tile_store.allocate(alloc)
-        readers = (k.readers + k.helpers) * self.sharing.parts
+        readers = k.readers * self.sharing.parts
         full = Barriers.allocate(alloc, k.stages, 1 + self.copies.stage_warps)
         ring = Ring(k.stages, full, Barriers.allocate(alloc, k.stages, readers))
         ready = Barriers.allocate(alloc, k.stages, k.helpers)

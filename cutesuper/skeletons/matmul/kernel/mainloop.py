@@ -62,7 +62,8 @@ class Mainloop:
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.main.views else inner[0]
         double = k.together > 1
-        product = lead.product(cores, k.dtype, rows, k.plan.turned, k.plan.gathers, double)
+        in_registers = k.plan.gathers or k.plan.schedule.scales_columns
+        product = lead.product(cores, k.dtype, rows, k.plan.turned, in_registers, double)
         along_hidden = [g.product(cores, k.dtype, rows, k.plan.turned) for g in inner]
         b = product.second(memory.rows[0])
         sums = cores.zeroed(product, k.m, k.results, self.per_group // k.together)
