@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import partial
 
 import cutesuper as cs
-from benchmarks.peers import Implementation, ours, superoptimized
+from benchmarks.peers import STREAMS, Implementation, ours, superoptimized
 from benchmarks.problem import Problem
-from benchmarks.sweep import Item
+from benchmarks.sweep import Item, Sweep
 from benchmarks.workload import Shape
 from cutesuper.errors import CutesuperError
 from cutesuper.ir.graph import KernelGraph
@@ -78,6 +78,16 @@ class Ahead:
     def implementations(self) -> tuple[Implementation, ...]:
         """cutesuper with both ways of launching, on these programs."""
         return ours(self.kernel)
+
+    def sweep(
+        self, kind: str, title: str, items: Sequence[Item], peers: Sequence[Implementation]
+    ) -> Sweep:
+        """The sweep of the cases, with programs found before the first of them."""
+        names = [i.name for i in peers]
+        return Sweep(
+            kind, title, tuple(items), (*STREAMS, *peers),
+            prepare=lambda missing: self.prepare(missing, names),
+        )  # fmt: skip
 
     def prepare(self, items: Sequence[Item], names: Sequence[str]) -> None:
         """Find and compile the programs of the cases for those of ``names`` that are ours."""

@@ -14,8 +14,7 @@ from benchmarks.ahead import Ahead
 from benchmarks.attention_peers import DEFINITION, FUSED, SDPA
 from benchmarks.cli import check_options, selected, settings_of
 from benchmarks.harness import Settings
-from benchmarks.peers import STREAMS, Implementation
-from benchmarks.sweep import Item, Sweep, add_sweep_options, sweep_main
+from benchmarks.sweep import Item, add_sweep_options, sweep_main
 from benchmarks.workload import shape_label
 from benchmarks.workloads_attention import (
     decode,
@@ -120,21 +119,6 @@ def _under(item: Item, name: str) -> bool:
     return f"{item.key}/".startswith(f"{name}/")
 
 
-def make_sweep(
-    kind: str,
-    title: str,
-    items: Sequence[Item],
-    peers: Sequence[Implementation],
-    programs: Ahead,
-) -> Sweep:
-    """The sweep of the cases, with programs found before the first of them."""
-    names = [i.name for i in peers]
-    return Sweep(
-        kind, title, tuple(items), (*STREAMS, *peers),
-        prepare=lambda missing: programs.prepare(missing, names),
-    )  # fmt: skip
-
-
 def main(argv: Sequence[str], prog: str) -> int:
     """Measure; returns and raises as `cli.supervise`."""
     programs = Ahead()
@@ -156,5 +140,5 @@ def main(argv: Sequence[str], prog: str) -> int:
         check_options(arguments)
     except ValueError as error:
         parser.error(str(error))
-    sweep = make_sweep("attention", "Attention", items, peers, programs)
+    sweep = programs.sweep("attention", "Attention", items, peers)
     return sweep_main(parser, arguments, sweep, settings_of(arguments, SETTINGS))

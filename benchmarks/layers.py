@@ -1,8 +1,9 @@
-"""``python -m benchmarks layers``: the linear layers of published models at small batches.
+"""``python -m benchmarks layers``: the linear layers of published models.
 
 Weights are stored (N, K) as ``nn.Linear`` has them, norms have a gain, and gate and up are two
 tensors. Operators around a product in the model are part of its layer: the norm before qkv and
-before gate and up, the residual after o and down.
+before gate and up, the residual after o and down. Programs are searched and compiled side by side
+before the first case (`ahead`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.ahead import Ahead
 from benchmarks.cli import check_options, selected, settings_of
 from benchmarks.harness import Settings
-from benchmarks.peers import STREAMS, Implementation
-from benchmarks.sweep import Item, Sweep, add_sweep_options, names_of, sweep_main
-from benchmarks.workload import Shape, Workload
+from benchmarks.peers import OTHERS
+from benchmarks.sweep import DTYPE, Item, add_sweep_options, names_of, sweep_main
+from benchmarks.workload import HALVES, Shape, Workload
 from benchmarks.workloads_linear import gated_mlp, linear_residual, norm_linear
 
 BATCHES = (1, 8, 16, 64)
 #: 15 rounds move the median by under 1 %; the time goes into compiling
 SETTINGS = Settings(rounds=15, warm_seconds=0.1, host_batches=8)
+#: hundreds of programs may be compiled in the step before the first case
+TIMEOUT_SECONDS = 400.0
 LAYERS = ("qkv", "o", "gate_up", "down")
 
 
@@ -58,21 +62,24 @@ MODELS = {
     "llama3-70b": Model("Llama-3-70B", 8192, 64, 8, 128, 28672),
     # its bias of qkv is left out
     "qwen2.5-7b": Model("Qwen2.5-7B", 3584, 28, 4, 128, 18944),
+    "qwen3-8b": Model("Qwen3-8B", 4096, 32, 8, 128, 12288),
 }
 
 
-def make_sweep(
-    models: Sequence[str], batches: Sequence[int], peers: Sequence[Implementation]
-) -> Sweep:
-    """The sweep of all layers of the models at the batch sizes."""
-    items = []
-    for model in models:
-        for name in LAYERS:
-            for batch in batches:
-                workload, shape = MODELS[model].layer(name, batch)
-                labels = {"model": MODELS[model].title, "layer": name, "batch": batch}
-                items.append(Item(f"{model}/{name}/{batch}", workload, shape, labels))
-    return Sweep("layers", "Linear layers of models", tuple(items), (*STREAMS, *peers))
+def cases(models: Sequence[str], batches: Sequence[int], dtype: str = DTYPE) -> list[Item]:
+    """All layers of the models at the batch sizes, in the order of the tables."""
+    return [
+        _case(model, name, batch, dtype) for model in models for name in LAYERS for batch in batches
+    ]
+
+
+def _case(model: str, name: str, batch: int, dtype: str) -> Item:
+    workload, shape = MODELS[model].layer(name, batch)
+    key, title = model, MODELS[model].title
+    if dtype != DTYPE:  # tables and files can have a layer in both types
+        key, title = f"{key}-{dtype}", f"{title} {dtype}"
+    labels = {"model": title, "layer": name, "batch": batch}
+    return Item(f"{key}/{name}/{batch}", workload, shape, labels, dtype)
 
 
 def parse_batches(text: str | None) -> list[int]:
@@ -87,6 +94,8 @@ def parse_batches(text: str | None) -> list[int]:
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Measure; returns and raises as `cli.supervise`."""
+    programs = Ahead()
+    known = (*programs.implementations(), *OTHERS)
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Measure the linear layers of models. Peers that compile for long "
@@ -94,14 +103,19 @@ def main(argv: Sequence[str], prog: str) -> int:
     )
     parser.add_argument("--models", help=f"comma-separated subset of: {', '.join(MODELS)}")
     parser.add_argument("--batches", help=f"default {','.join(map(str, BATCHES))}")
-    add_sweep_options(parser)
+    parser.add_argument(
+        "--dtype", choices=HALVES, default=DTYPE, help="element type (default %(default)s)"
+    )
+    add_sweep_options(parser, known)
+    parser.set_defaults(timeout=TIMEOUT_SECONDS)
     arguments = parser.parse_args(argv)
     try:
         models = names_of(arguments.models, tuple(MODELS), "--models")
         batches = parse_batches(arguments.batches)
-        peers = selected(arguments, quick=True)
+        peers = selected(arguments, quick=True, among=known)
         check_options(arguments)
     except ValueError as error:
         parser.error(str(error))
-    sweep = make_sweep(models, batches, peers)
+    items = cases(models, batches, arguments.dtype)
+    sweep = programs.sweep("layers", "Linear layers of models", items, peers)
     return sweep_main(parser, arguments, sweep, settings_of(arguments, SETTINGS))

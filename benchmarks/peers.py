@@ -144,16 +144,19 @@ def ours(
     )
 
 
+#: all but ours
+OTHERS: tuple[Implementation, ...] = (
+    Implementation("eager", "peer", _eager("full")),
+    Implementation("compile", "peer", _compiled(None)),
+    # no CUDA graphs of its own: the harness records one around everything
+    Implementation("compile-max", "peer", _compiled("max-autotune-no-cudagraphs")),
+    Implementation("matmul-alone", "part", _eager("matmul"), computation="matmul"),
+)
+
+
 def peers_within(budget_s: float | None) -> tuple[Implementation, ...]:
     """All implementations; ours search for so many seconds at most."""
-    return (
-        *ours(partial(superoptimized, budget_s=budget_s)),
-        Implementation("eager", "peer", _eager("full")),
-        Implementation("compile", "peer", _compiled(None)),
-        # no CUDA graphs of its own: the harness records one around everything
-        Implementation("compile-max", "peer", _compiled("max-autotune-no-cudagraphs")),
-        Implementation("matmul-alone", "part", _eager("matmul"), computation="matmul"),
-    )
+    return (*ours(partial(superoptimized, budget_s=budget_s)), *OTHERS)
 
 
 PEERS = peers_within(None)

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 
 from benchmarks.ahead import Ahead
-from benchmarks.attention import make_sweep
 from benchmarks.attention_peers import FUSED
 from benchmarks.cli import check_options, selected, settings_of
 from benchmarks.harness import Settings
@@ -48,5 +47,5 @@ def main(argv: Sequence[str], prog: str) -> int:
         check_options(arguments)
     except ValueError as error:
         parser.error(str(error))
-    sweep = make_sweep("prefill", "Causal prefill", items, peers, programs)
+    sweep = programs.sweep("prefill", "Causal prefill", items, peers)
     return sweep_main(parser, arguments, sweep, settings_of(arguments, SETTINGS))

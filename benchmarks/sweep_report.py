@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 from benchmarks.tables import (
@@ -23,7 +24,10 @@ METHOD = (
     "checked against float64 before and after. Floor: a kernel that only reads as many bytes. "
     "Speedup: fastest correct PyTorch column over each cutesuper column."
 )
+LAYERS_METHOD = f"{METHOD} Tensors are float16 where the title of a table names no other type."
 
+#: rows from which layers are held against their products alone; the default batches end below
+MANY_ROWS = 65
 #: characters of an error that are shown unchanged
 LONG_REASON = 200
 
@@ -38,14 +42,44 @@ def inference_markdown(results: dict[str, Any]) -> str:
 
 
 def layers_markdown(results: dict[str, Any]) -> str:
-    """A table for each model, with a line for each layer and batch size."""
+    """A table for each model, with a line for each layer and batch size.
+    Above them, how we compare with PyTorch and, from MANY_ROWS on, with products alone."""
     names = _present(results)
     header = ["layer", "batch", "inner x columns", *_columns(names)]
     parts = []
     for model in dict.fromkeys(case["model"] for case in results["cases"]):
         rows = [_layer_row(case, names) for case in results["cases"] if case["model"] == model]
         parts.append(f"**{model}**\n\n{markdown_table(header, rows)}")
-    return "\n\n".join([*outcome(results), *parts, f"{METHOD} {environments(results)}."])
+    tally, *failed = outcome(results)
+    said = [tally, *_beside_products(results), *failed]
+    return "\n\n".join([*said, *parts, f"{LAYERS_METHOD} {environments(results)}."])
+
+
+def _beside_products(results: dict[str, Any]) -> list[str]:
+    """A sentence on the layers with many rows, if any was measured beside its products alone."""
+    found = {
+        _case_name(case): ratio
+        for case in results["cases"]
+        if case["batch"] >= MANY_ROWS and (ratio := _ratio_to_products(case)) is not None
+    }
+    if not found:
+        return []
+    worst, count = max(found, key=lambda name: found[name]), len(found)
+    text = (
+        f"From a batch of {MANY_ROWS} rows on, cutesuper, launched like the others, takes for a "
+        f"whole layer, norms, residuals and gates included, {median(found.values()):.2f}x the time "
+        "of cuBLAS for the layer's matrix products alone, in the median of "
+        f"{count} case{'s' * (count > 1)}, and {found[worst]:.2f}x at worst ({worst}); it takes no "
+        f"longer than these products in {sum(r <= 1 for r in found.values())} of {count}."
+    )
+    return [text]
+
+
+def _ratio_to_products(case: dict[str, Any]) -> float | None:
+    """Our time with a plain launch over that of the products; None if either was not timed."""
+    times = {i["name"]: i["time_us"] for i in case["implementations"]}
+    ours, products = times.get(OURS[0]), times.get("matmul-alone")
+    return ours["median"] / products["median"] if ours and products else None
 
 
 def _layer_row(case: dict[str, Any], names: list[str]) -> Row:

@@ -54,7 +54,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
         *attention.chosen(ATTENTION),
         *prefill.cases().values(),
         *(i for i in training.chosen(None) if not i.key.startswith("host/")),
-        *layers.make_sweep(("llama3-8b", "llama3-70b"), ROWS, ()).items,
+        *layers.cases(("llama3-8b", "llama3-70b"), ROWS),
     ]
     for item in items:
         yield item.key, partial(item.workload.graph, cs, item.shape, item.dtype)
