@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.ahead import Ahead
 from benchmarks.cli import check_options, selected, settings_of
@@ -19,6 +19,7 @@ from benchmarks.peers import OTHERS
 from benchmarks.sweep import DTYPE, Item, add_sweep_options, names_of, sweep_main
 from benchmarks.workload import HALVES, Shape, Workload
 from benchmarks.workloads_linear import gated_mlp, linear_residual, norm_linear
+from cutesuper.skeletons.matmul.plan import FEW_ROWS
 
 BATCHES = (1, 8, 16, 64)
 #: 15 rounds move the median by under 1 %; the time goes into compiling
@@ -118,4 +119,6 @@ def main(argv: Sequence[str], prog: str) -> int:
         parser.error(str(error))
     items = cases(models, batches, arguments.dtype)
     sweep = programs.sweep("layers", "Linear layers of models", items, peers)
-    return sweep_main(parser, arguments, sweep, settings_of(arguments, SETTINGS))
+    # a few calls of many rows take long enough to be timed together
+    settings = SETTINGS if min(batches) <= FEW_ROWS else replace(SETTINGS, least_sets=8)
+    return sweep_main(parser, arguments, sweep, settings_of(arguments, settings))

@@ -356,7 +356,7 @@ def as_target(target: Target | str | None) -> Target:
 
 
 def current_target() -> Target:
-    """The target of torch's current CUDA device; H200 if there is no device.
+    """The target of torch's current CUDA device, with its multiprocessors; H200 without a device.
     A GPU that no target is named after has the one with the slowest memory of its architecture.
 
     Raises:
@@ -367,13 +367,14 @@ def current_target() -> Target:
     if not torch.cuda.is_available():
         return H200
     name = torch.cuda.get_device_name().lower()
+    sms = torch.cuda.get_device_properties().multi_processor_count
     for target in TARGETS.values():
         if target.name in name:
-            return target
+            return target.with_sms(sms)
     major, minor = torch.cuda.get_device_capability()
     same = [t for t in TARGETS.values() if t.arch.rstrip("af") == f"sm_{major}{minor}"]
     if same:
-        return min(same, key=lambda t: t.bandwidth)
+        return min(same, key=lambda t: t.bandwidth).with_sms(sms)
     known = ", ".join(f"{t.name} ({t.arch})" for t in TARGETS.values())
     raise DeviceError(
         f"GPU {torch.cuda.get_device_name()!r} (sm_{major}{minor}): kernels are written for "

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -410,8 +411,17 @@ def test_the_target_of_a_device(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    found = SimpleNamespace(multi_processor_count=target.sms if target else 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: found)
     if target is not None:
         assert current_target() is target
+        found.multi_processor_count = 78  # an H20, or a part of a GPU
+        fewer = current_target()
+        assert (fewer.name, fewer.sms) == (f"{target.name}-78", 78)
+        assert (fewer.clusters[1], fewer.clusters[2]) == (78, 39)
+        assert {**vars(fewer), **{n: vars(target)[n] for n in ("name", "sms", "clusters")}} == vars(
+            target
+        )
         return
     with pytest.raises(DeviceError, match=r"5090' \(sm_120\): kernels are written for h200 \("):
         current_target()

@@ -125,7 +125,7 @@ def test_the_shipped_settings() -> None:
     assert [class_of("rows", n) for n in (1, 512, 513, 4096, 4097)] == [128, 128, 2048, 2048, 16384]
     assert SETTINGS.choose(H200, "sliced", rows=512) == {"sliced": 1}
     assert MATMUL.choose(B200, "rows", rows=64) == {"least": 0, "most": 0}
-    assert MATMUL.choose(H200, "rows", rows=65) == {"least": 48, "most": 192}
+    assert MATMUL.choose(H200, "rows", rows=65) == {"least": 48, "most": 256}
     assert MATMUL.choose(H200, "ring", dependent_launch=True)["bytes"] == 0
     few = {"rows": 16, "depth": 128, "cluster": 1}
     assert [ATTENTION.choose(H200, "resident", waves=n, **few)["blocks"] for n in (1, 2)] == [1, 2]

@@ -11,13 +11,15 @@ from cutesuper.errors import ScheduleError
 from cutesuper.ir.dims import Symbol
 from cutesuper.report import plan_text
 from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
-from cutesuper.skeletons.matmul.schedule import MatmulSchedule, shared_by
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import B200, H200
 from tests.plans import Linear, compiled, specs
 
 LARGE = Linear(m=4096, k=4096, n=4096, tile_m=128, tile_n=256, tile_k=64)
 NK = replace(LARGE, transposed=True)
+#: helper warps read the stages, since nobody knows how many rows there are
+OPEN = replace(LARGE, m=Symbol("M", 4096))
 
 
 def run_twice(linear: Linear, rows: int, **knobs: Any) -> None:
@@ -30,10 +32,13 @@ def run_twice(linear: Linear, rows: int, **knobs: Any) -> None:
               for n, s in linear.shapes().items()}  # fmt: skip
     data = {n: torch.randn(*s, device="cuda").to(dtype) for n, s in shapes.items()}
     kernel = compiled(plan).load()
+    scratch = [
+        torch.zeros(s.shape, dtype=getattr(torch, s.dtype), device="cuda") for s in plan.scratch
+    ]
     first = data["Z"]
     for launch in range(200):
         data["Z"] = torch.full(shapes["Z"], torch.nan, dtype=dtype, device="cuda")
-        kernel(*(data[a.name] for a in plan.arguments))
+        kernel(*(data[a.name] for a in plan.arguments), *scratch)
         first = data["Z"] if launch == 0 else first
         assert torch.equal(first.view(torch.int16), data["Z"].view(torch.int16))
 
@@ -58,8 +63,45 @@ def with_knobs(linear: Linear, **knobs: Any) -> MatmulPlan:
 # ----------------------------------------------------------------------------------------- choices
 
 
-def test_many_tiles_are_walked_in_pairs() -> None:
+def test_many_tiles_are_walked() -> None:
     plan = LARGE.plan()
+    s = plan.schedule
+    assert (s.share_rows, s.persistent, s.helpers, s.bulk_store) == (1, 132, 2, True)
+    assert s.reduces_once and plan.launched == 132 and plan.meets
+    assert plan.registers == (208, 88, 88) and plan.threads == 384
+    assert [s.shape for s in plan.scratch] == [(4096,), (1,)]  # a sum for each row, a counter
+    text = plan_text("k", plan)
+    assert "statistic0 per row, by one block, from device memory: sum of square(X)" in text
+    assert "reduced" not in text
+
+
+def test_small_tiles_that_are_walked_come_in_pairs() -> None:
+    """Not large ones, whose products hide the loads, nor those that blocks have one of."""
+    square = replace(LARGE, tile_n=128)
+    assert square.plan().schedule.share_rows == 2
+    assert replace(square, norm=False).plan().schedule.share_rows == 2
+    assert replace(LARGE, norm=False).plan().schedule.share_rows == 1
+    assert replace(square, m=512).plan().schedule.share_rows == 1
+    assert replace(square, tile_m=64).plan().schedule.share_rows == 1
+
+
+def test_a_gain_multiplies_columns_of_bfloat16() -> None:
+    plan = replace(LARGE, gain=True, dtype="bfloat16").plan()
+    assert plan.schedule.scales_columns and plan.schedule.reduces_once and not plan.rewrites
+    assert plan.factor is not None and plan.factor.text(["g"]) == "g"
+    assert "columns, multiplied in registers: by G" in plan_text("k", plan)
+    # two blocks of 64 columns each thread: words of a chunk beside 128 sums
+    assert plan.thread_accumulators == 128 + 32
+    for other in (
+        replace(LARGE, gain=True),  # float16 has no room for weights times a gain
+        replace(LARGE, gain=True, dtype="bfloat16", m=64, tile_m=64),  # few rows are rewritten
+        replace(NK, gain=True, dtype="bfloat16", k=4100),  # threads copy them
+    ):
+        assert not other.plan().schedule.scales_columns
+
+
+def test_tiles_that_helpers_read_are_walked_in_pairs() -> None:
+    plan = OPEN.plan()
     s = plan.schedule
     assert (s.share_rows, s.persistent, s.helpers, s.bulk_store) == (2, 132, 2, True)
     assert grid_shape(plan) == (132, 1, 1)
@@ -74,8 +116,8 @@ def test_many_tiles_are_walked_in_pairs() -> None:
     assert "32x64 a bulk store" in text and "reduced" in text
 
 
-def test_few_tiles_are_shared_only() -> None:
-    plan = replace(LARGE, m=1024).plan()  # 128 tiles on 132 multiprocessors
+def test_few_tiles_that_helpers_read_are_shared_only() -> None:
+    plan = replace(OPEN, m=Symbol("M", 1024)).plan()  # 128 tiles on 132 multiprocessors
     assert (plan.schedule.share_rows, plan.schedule.persistent) == (2, 0)
     assert grid_shape(plan) == (16, 8, 1)
 
@@ -86,9 +128,9 @@ def test_a_prologue_needs_all_helpers() -> None:
 
 
 def test_dependent_launches_load_early_where_all_tiles_run_at_once() -> None:
-    few = replace(LARGE, m=1024).plan(dependent_launch=True).schedule
+    few = replace(OPEN, m=Symbol("M", 1024)).plan(dependent_launch=True).schedule
     assert (few.share_rows, few.persistent, few.bulk_store) == (1, 0, True)
-    many = LARGE.plan(dependent_launch=True).schedule
+    many = OPEN.plan(dependent_launch=True).schedule
     assert (many.share_rows, many.persistent) == (2, 132)
 
 
@@ -103,11 +145,12 @@ def test_small_tiles_and_split_sums_stay_alone() -> None:
     ("tiles", "blocks"), [(1, 1), (2, 2), (3, 1), (7, 1), (8, 2), (9, 2), (15, 2)]
 )
 def test_pairs_leave_at_most_an_eighth_empty(tiles: int, blocks: int) -> None:
-    assert shared_by(tiles, 128, H200) == blocks
+    plan = replace(OPEN, n=256 * tiles).plan()
+    assert plan.schedule.share_rows == blocks
 
 
 def test_walks_with_helpers_need_more_iterations_than_stages() -> None:
-    short = replace(LARGE, k=256).plan()
+    short = replace(OPEN, k=256).plan()
     assert short.iterations == 4 and short.schedule.persistent == 0
     plain = replace(LARGE, k=64, norm=False).plan()
     assert plain.iterations == 1 and plain.schedule.persistent == 132
@@ -127,12 +170,15 @@ def test_pieces_take_shared_memory() -> None:
         (Linear(cluster=2), {"persistent": 132}, "need tiles without clusters"),
         (LARGE, {"share_rows": 3}, "share_rows=3; use 1, 2, 4 or 8"),
         (Linear(m=8, tile_m=8), {"share_rows": 2}, "at least 8 of the 8 rows"),
-        (LARGE, {"persistent": 131}, "persistent=131 blocks are no whole clusters of 2"),
-        (replace(LARGE, k=256), {"persistent": 132}, "more iterations than stages, not 4 and 4"),
+        (OPEN, {"persistent": 131}, "persistent=131 blocks are no whole clusters of 2"),
+        (replace(OPEN, k=256), {"persistent": 132}, "more iterations than stages, not 4 and 4"),
+        (LARGE, {"persistent": 0}, "512 blocks wait for the statistics of each other's rows"),
+        (OPEN, {"reduces_once": True}, "needs statistics of a known number of 16-bit rows"),
+        (replace(LARGE, gain=True, tile_n=128), {"scales_columns": True}, "needs bfloat16 rows"),
         (LARGE, {"helpers": 3}, "3 helper warps; use 2 or 4"),
         (Linear(), {"bulk_store": True}, "32 rows in a tile at least"),
         (LARGE, {"hand_out": True}, "h200 (sm_90a) does not hand out blocks"),
-        (NK, {"joint": True}, "no instruction of h200 (sm_90a) mul"),
+        (replace(OPEN, transposed=True), {"joint": True}, "no instruction of h200 (sm_90a) mul"),
         (LARGE, {"issuer": True}, "accumulators of h200 (sm_90a) are registers of the warpgroups"),
     ],
 )  # fmt: skip
@@ -223,6 +269,9 @@ CHOSEN = {
     "norm": LARGE,
     "plain": replace(LARGE, norm=False),
     "gain": replace(LARGE, gain=True),
+    "columns times a gain": replace(LARGE, gain=True, dtype="bfloat16"),
+    "columns of two blocks times a gain": replace(NK, gain=True, tile_m=136, dtype="bfloat16"),
+    "256 rows": replace(NK, gain=True, tile_m=256, tile_n=128, dtype="bfloat16"),
     "symbolic": replace(LARGE, m=Symbol("M", 4096)),
     "transposed": replace(LARGE, transposed=True, dtype="bfloat16"),
     "residual": replace(LARGE, bias=True, residual=True),
@@ -239,8 +288,8 @@ def test_chosen_schedules_do_not_spill(name: str) -> None:
     r = artifact.resources
     assert r.stack_bytes == 0 and not r.spills
     assert r.threads == plan.threads and r.shared_bytes <= plan.shared_bytes <= H200.shared_bytes
-    assert artifact.launches[0].cluster == (2, 1, 1)
-    assert "multicast::cluster" in artifact.ptx
+    assert artifact.launches[0].cluster == (plan.schedule.share_rows, 1, 1)
+    assert ("multicast::cluster" in artifact.ptx) == (plan.schedule.share_rows > 1)
     assert "cp.async.bulk.tensor.2d.global.shared::cta" in artifact.ptx
     assert "stmatrix.sync.aligned.m8n8.x4.trans" in artifact.ptx
 
@@ -257,22 +306,28 @@ def test_an_issuer_does_not_spill(name: str) -> None:
 # ---------------------------------------------------------------------------------------- on a GPU
 
 RAGGED = Linear(m=300, k=1024, n=1000, tile_m=128, tile_n=128, tile_k=64)
-WALK = {"share_rows": 2, "persistent": 4}
+#: helper warps read the stages
+READ = {"reduces_once": False}
+WALK = {"share_rows": 2, "persistent": 4, **READ}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("linear", "knobs"),
     [
-        (RAGGED, {"share_rows": 2}),
-        (replace(RAGGED, n=904), {"share_rows": 2}),  # the last pair has one tile
-        (RAGGED, {"share_rows": 4}),
+        (RAGGED, {"share_rows": 2, **READ}),
+        (RAGGED, {}),
+        (RAGGED, {**WALK, "reduces_once": True}),
+        (replace(RAGGED, gain=True, dtype="bfloat16"), {**WALK, "reduces_once": True}),
+        (replace(RAGGED, gain=True, transposed=True, dtype="bfloat16"), {"persistent": 6}),
+        (replace(RAGGED, n=904), {"share_rows": 2, **READ}),  # the last pair has one tile
+        (RAGGED, {"share_rows": 4, **READ}),
         (RAGGED, WALK),
         (RAGGED, {**WALK, "helpers": 4}),
         (replace(RAGGED, gain=True), {**WALK, "helpers": 4}),
         (replace(RAGGED, norm=False), WALK),
         (replace(RAGGED, bias=True, residual=True, dtype="bfloat16"), WALK),
-        (replace(RAGGED, transposed=True, dtype="bfloat16"), {"persistent": 6}),
+        (replace(RAGGED, transposed=True, dtype="bfloat16"), {"persistent": 6, **READ}),
         (replace(RAGGED, m=Symbol("M", 300)), WALK),
         (replace(RAGGED, tile_m=256, tile_n=128), WALK),
         (replace(RAGGED, tile_m=64), {"bulk_store": False, **WALK}),

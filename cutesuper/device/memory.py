@@ -75,7 +75,7 @@ def transposing_atom(dtype: Any) -> cute.CopyAtom:
 
 
 def rows_atom(dtype: Any, transposed: bool) -> cute.CopyAtom:
-    """The atom with which a warp loads four 8x8 blocks as products take a first operand's registers.
+    """The atom with which a warp loads four 8x8 blocks, as products take a first operand.
     Elements have 16 bits; lane ``8 i + r`` gives the address of row ``r`` of block ``i``, which is
     ``transposed`` if the contracted label is not the contiguous one."""
     return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 #: architectures for whose tensor cores ``device/`` has building blocks
 PRODUCTS = ("sm_90a", "sm_100a", "sm_103a")
@@ -259,6 +259,14 @@ class Target:
     def sm_shared_bytes(self) -> int:
         """Shared memory of one multiprocessor, including the driver's part."""
         return self.shared_bytes + self.reserved_bytes
+
+    def with_sms(self, sms: int) -> Target:
+        """The same with this number of multiprocessors, which is a part of its name then.
+        Blocks that wait for each other must all run at once."""
+        if sms == self.sms:
+            return self
+        clusters = {size: min(count, sms // size) for size, count in self.clusters.items()}
+        return replace(self, name=f"{self.name}-{sms}", sms=sms, clusters=clusters)
 
     def refuses_accumulators(self, held: int, blocks: int) -> tuple[str, str] | None:
         """A name and a reason if accumulators do not fit into their own memory; else None.

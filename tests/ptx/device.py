@@ -14,6 +14,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -130,7 +131,7 @@ _NOTHING = {
 }  # fmt: skip
 _MISSING = ("Stream", "CUDAGraph", "graph", "_sleep", "current_stream", "stream", "Event",
             "max_memory_allocated", "reset_peak_memory_stats", "memory_allocated",
-            "default_stream", "get_device_properties")  # fmt: skip
+            "default_stream")  # fmt: skip
 
 
 def _allot(memory: Any, values: Sequence[Any]) -> list[Any]:
@@ -170,8 +171,10 @@ def emulated_gpu(name: str = "h200") -> Iterator[None]:
     from cutesuper.runtime.scratch import ScratchMemory
     from cutesuper.targets import find_target
 
-    capability = divmod(arch_number(find_target(name).arch), 10)
+    target = find_target(name)
+    capability = divmod(arch_number(target.arch), 10)
     told = {"get_device_name": f"NVIDIA {name.upper()}", "get_device_capability": capability}
+    told["get_device_properties"] = SimpleNamespace(multi_processor_count=target.sms)
     with contextlib.ExitStack() as stack:
         for function, value in (_NOTHING | told).items():
             stack.enter_context(patch.object(torch.cuda, function, lambda *a, _v=value, **k: _v))

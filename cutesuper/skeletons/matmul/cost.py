@@ -85,12 +85,15 @@ def _wave(
 
 
 def _shared_bytes(plan: MatmulPlan, target: Target) -> float:
-    """Bytes of shared memory that an iteration writes, and that its products read.
+    """Bytes of shared memory that an iteration writes, and that products and helpers read.
     Each block of columns reads all rows; columns that go through registers cost more."""
     m, n, k = plan.tile
     columns = n * len(plan.products)
     each = target.rates.scaled_reads if plan.schedule.scales_columns else 1.0
-    return plan.stage_bytes + plan.element_bytes * k * columns * (each + m / COLUMN_BLOCK)
+    helped = bool(plan.statistics) * (not plan.schedule.reduces_once) + 2 * plan.rewrites_rows
+    return plan.stage_bytes + plan.element_bytes * k * (
+        columns * (each + m / COLUMN_BLOCK) + helped * m / plan.schedule.share_rows
+    )
 
 
 def _reread_bytes(plan: MatmulPlan, target: Target) -> float:

@@ -21,7 +21,7 @@ from cutesuper.skeletons.cost import MIN_STAGES, overlapped
 from cutesuper.skeletons.matmul.copies import HALF_BYTES
 from cutesuper.skeletons.matmul.cost import at_rows, multiplied_us
 from cutesuper.skeletons.matmul.form import MatmulForm
-from cutesuper.skeletons.matmul.plan import FEW_ROWS
+from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, FEW_ROWS
 from cutesuper.skeletons.matmul.sizes import programs
 from cutesuper.targets import Target
 
@@ -159,6 +159,9 @@ def _size(sized: BlockProgram, form: MatmulForm, work: Work, target: Target) -> 
             blocks * loop * form.element_bytes * k * n / target.l2_bandwidth * 1e6,
             loop * r.iteration_us + on_one * m * k * work.per_element_us(target),
             on_one * r.latency_us / (stages - 1),
+            on_one
+            * (stage + form.element_bytes * k * n * (1 + m / COLUMN_BLOCK))
+            / r.shared_bytes_per_us,
         ),
         on_one * multiplied_us(2.0 * m * n * k, m * n, target) / target.doubled if n else 0.0,
         r.first_stage * stage / r.sm_bytes_per_us + _end_us(sized, form, work, target),

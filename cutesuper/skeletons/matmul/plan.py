@@ -610,7 +610,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def meets(self) -> bool:
-        """True if all blocks of the grid meet: they wait for each other, and are launched together."""
+        """True if all blocks of the grid wait for each other, and are launched together."""
         return self.parts > 1 or self.schedule.reduces_once
 
     def staged(self, operation: int) -> View:
@@ -1037,8 +1037,8 @@ def _exceeded_device(plan: MatmulPlan, target: Target) -> Limit | None:
     if s.reduces_once and (blocks := plan.launched) > target.sms:
         return Limit(
             "blocks that wait for each other exceed the multiprocessors",
-            f"{blocks} blocks wait for the statistics of each other's rows, and {target.sms} run at "
-            "once; use blocks that walk, or reduces_once=False",
+            f"{blocks} blocks wait for the statistics of each other's rows, and {target.sms} run "
+            "at once; use blocks that walk, or reduces_once=False",
         )
     if s.scales_columns and target.accumulators is not None:
         return Limit(
@@ -1095,8 +1095,8 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         yield f"persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"
     if s.scales_columns and not plan.can_scale_columns:
         yield (
-            f"scales_columns={s.scales_columns} needs bfloat16 rows, more than {FEW_ROWS}, that are "
-            "multiplied by a vector and by columns alone; use scales_columns=False"
+            f"scales_columns={s.scales_columns} needs bfloat16 rows, more than {FEW_ROWS}, that "
+            "are multiplied by a vector and by columns alone; use scales_columns=False"
         )
     if s.reduces_once and not plan.can_reduce_once:
         yield (

@@ -260,7 +260,7 @@ class Roles:
         return self._row_side(self._multiplied(), "row operand", shifted)
 
     def _factor(self) -> ThreadExpression | None:
-        """The vector by which the row operand multiplies a load; None if it is computed otherwise."""
+        """The vector by which the row operand multiplies a load; None if it does anything else."""
         op = self.program.ops[self._multiplied()]
         if not op.facets.multiplies or op.facets.contracts:
             return None

@@ -112,7 +112,7 @@ class Known:
 
     @property
     def readers(self) -> int:
-        """Arrivals that give back a stage: of those that multiply it, and of helpers that read it."""
+        """Arrivals that give back a stage: of those that multiply it, and helpers that read it."""
         reading = 0 if self.plan.schedule.reduces_once else self.helpers
         return reading + (1 if self.plan.schedule.issuer else self.consumers)
 

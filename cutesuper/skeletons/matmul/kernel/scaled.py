@@ -48,7 +48,7 @@ class ScaledProducts:
 
     @cute.jit
     def run(self, cores, work: cutlass.Constexpr, here, at):
-        """Multiply all stages; return the next slot of the ring, and the last stage, not given back.
+        """Multiply all stages; return the next slot of the ring, and the last stage, still held.
         Two stages at a time, since the words of each have registers of their own."""
         words, previous = self.registers(), Int32(-1)
         for _ in cutlass.range(here.tile.iterations // 2, unroll=1):
