@@ -44,7 +44,8 @@ def test_a_smaller_kernel_keeps_tiles_cluster_and_schedule() -> None:
 
 def test_blocks_that_walk_are_one_cluster_over_two_tiles() -> None:
     linear = Linear(m=4096, n=4096, tile_m=128, tile_n=256, tile_k=64, norm=False)
-    whole, tensors = linear.plan(B200), specs(linear.shapes(), linear.dtype)
+    pairs = replace(linear.plan(B200).schedule, share_rows=2)
+    whole, tensors = linear.plan(B200, schedule=pairs), specs(linear.shapes(), linear.dtype)
     assert whole.schedule.persistent == 148 and whole.schedule.share_rows == 2
     small = small_plan(linear.block().step("linear"), tensors, whole, B200)
     assert grid_shape(small) == (2, 1, 1) and small.tiles == 4

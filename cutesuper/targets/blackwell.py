@@ -6,12 +6,30 @@ What they leave open is Hopper's, until it is measured.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from cutesuper.targets.hopper import H200, WIDE
 
 #: half of the 2.25e15 of the datasheet: instructions of 64 rows keep half of the tensor cores busy
 TENSOR_FLOPS = 1.1e15
 L2_BANDWIDTH = 1.25e13
+
+#: the constants of Hopper's products of many rows that had no word on shared memory, which tcgen05
+#: reads otherwise than WGMMA does
+FORMER = replace(
+    WIDE,
+    l2_bandwidth=21e12,
+    tensor_flops=TENSOR_FLOPS,
+    sm_bytes_per_us=237e3,
+    overlap=5.05,
+    latency_us=0.873,
+    reread=0.992,
+    half_area=187,
+    store_us=0.08,
+    cluster_store_us=0.127,
+    exchange_us_per_kb=0.0762,
+    shared_bytes_per_us=inf,
+)
 
 #: B200: 7680 bits at 3996 MHz are 7.67 TB/s, of which about 90% is reachable; 64 bytes a cycle and
 #: multiprocessor from L2 would be 17.5 TB/s
@@ -24,7 +42,8 @@ B200 = replace(
     bandwidth=7.0e12,
     l2_bandwidth=L2_BANDWIDTH,
     tensor_flops=TENSOR_FLOPS,
-    wide=replace(WIDE, tensor_flops=TENSOR_FLOPS),
+    rates=replace(H200.rates, kept_bytes=inf),
+    wide=FORMER,
     # 512 columns of tensor memory for instructions of 64 rows
     accumulators=512 * 64,
     doubled=2.0,

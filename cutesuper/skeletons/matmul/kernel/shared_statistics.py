@@ -24,6 +24,7 @@ from cutesuper.ir.dims import extent
 from cutesuper.skeletons.matmul.kernel.context import HELPERS_BARRIER, Known
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
+from cutesuper.skeletons.matmul.plan import grid_shape
 
 #: pieces of a row that a lane has on their way
 DEEP = 8
@@ -76,10 +77,7 @@ class SharedStatistics:
     def reduce(self, here):
         """Reduce every n-th row, a warp each."""
         k = self.k
-        bx, by, bz = cute.arch.block_idx()
-        gx, gy, _ = cute.arch.grid_dim()
-        block = bx + gx * (by + gy * bz)
-        first = block * k.helpers + here.thread // 32
+        first = self.block() * k.helpers + here.thread // 32
         for row in cutlass.range(first, self.rows, self.blocks * k.helpers, unroll=1):
             totals = fragment(len(k.plan.statistics))
             for s, statistic in enumerate(k.plan.statistics):
@@ -98,6 +96,12 @@ class SharedStatistics:
                     v = combine(statistic.op, v, cute.arch.shuffle_sync_bfly(v, distance))
                 if here.lane == 0:
                     put(here.scratch[0].iterator + (s * self.rows + row), v)
+
+    def block(self) -> Any:
+        """Number of this block in the grid."""
+        columns, rows, _ = grid_shape(self.k.plan)
+        bx, by, bz = cute.arch.block_idx()
+        return bx + columns * (by + rows * bz)
 
     def add(self, here: Any, totals: cute.Tensor, row: Any, first: Any, count: int) -> None:
         """Add pieces of a row to its statistics: one in 32 from the ``first`` pass on."""
@@ -128,9 +132,8 @@ class SharedStatistics:
         helpers = Meeting(HELPERS_BARRIER, 32 * self.k.helpers)
         helpers.meet()
         if here.thread == 0:
-            bx, by, bz = cute.arch.block_idx()
             counter = here.scratch[1].iterator
-            arrive_in_grid(counter, bx + by + bz, self.blocks)
+            arrive_in_grid(counter, self.block(), self.blocks)
             wait_for_grid(counter)
         helpers.meet()
 
