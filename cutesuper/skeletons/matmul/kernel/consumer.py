@@ -52,6 +52,9 @@ class Consumer:
     def consume(self, cores, here, outs, at):
         """Multiply all stages, then finish the tile; return the next slot of the ring."""
         k, after, group = self.k, self.mainloop.after, here.warp // 4
+        if cutlass.const_expr(k.plan.many_rows and not self.walk.persistent):
+            # the first stage goes before what is needed at the end
+            here.memory.ring.wait(at)
         for n, prefetch in enumerate(self.prefetches):
             if here.tile.section == n:
                 prefetch.run(here)

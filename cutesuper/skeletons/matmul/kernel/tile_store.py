@@ -62,6 +62,9 @@ class TileStore:
         #: pieces of a warpgroup in flight, and their buffers
         self.depth = known.plan.schedule.pieces
         self.buffers = self.depth * max(1, self.loads)
+        #: pieces on their way to memory while another one is loaded behind them: waiting for the
+        #: last of them would hold up the warpgroup
+        self.lag = min(2, self.depth - 1)
         #: True if pieces may be asked for before the products
         self.early = all(known.is_early(op) for op in known.plan.pieced)
 
@@ -162,11 +165,11 @@ class TileStore:
 
     @cute.jit
     def load_behind(self, n: cutlass.Constexpr, here, outs):
-        """Load another piece into the buffer of the one before the ``n``-th, once it has left."""
-        if cutlass.const_expr(0 < n < len(self.places()) - self.depth + 1):
+        """Load another piece into the buffer of one before the ``n``-th, once that has left."""
+        if cutlass.const_expr(self.lag <= n < len(self.places()) - self.depth + self.lag):
             if here.warp % 4 == 0:
-                wait_for_stores(1)
-                self.load(n - 1 + self.depth, here, outs)
+                wait_for_stores(self.lag)
+                self.load(n - self.lag + self.depth, here, outs)
 
     # --------------------------------------------------------------------------------- stores
 
