@@ -16,9 +16,10 @@ from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.pipeline import current_target
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
+from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.skeletons.planner import make_plan
 from tests import zoo
-from tests.plans import Linear, compiled, specs
+from tests.plans import Linear, compiled, specs, whole_mugraph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ptx]
 
@@ -179,3 +180,25 @@ def test_tiles_by_the_eight(name: str) -> None:
     if room is not None and knobs.get("scales_columns"):
         pytest.skip("no instruction takes columns from registers")
     check(linear, **knobs)
+
+
+@pytest.mark.parametrize("columns_first", [False, True])
+def test_factors_that_are_computed(columns_first: bool) -> None:
+    """Norms whose gain is one more than a weight (Gemma), over a length that no tile divides."""
+    g = new_kernel_graph()
+    n = 136
+    x, gain = g.new_input((100, 200), "bfloat16", "X"), g.new_input((200,), "bfloat16", "G")
+    w = g.new_input((200, n) if columns_first else (n, 200), "bfloat16", "W")
+    y = g.rms_norm(x) * (gain + 1.0)
+    g.mark_output(g.matmul(y, w if columns_first else g.transpose(w)))
+    mu, target = whole_mugraph(g, clusters=False), current_target()
+    plan = make_plan(mu.steps[0], mu.tensors, target)
+    assert isinstance(plan, MatmulPlan)
+    assert plan.schedule.scales_columns == (target.accumulators is None)
+    variant = Variant(mu, (CompiledStep(plan, compiled(plan, target.arch)),))
+    kernel = Kernel(g, target, lambda hints: variant)
+    inputs = zoo.draw(g, 5, "cuda")
+    out = torch.full((100, n), torch.nan, dtype=torch.bfloat16, device="cuda")
+    kernel(inputs, out=[out])
+    (report,) = zoo.judge(g, inputs, [out])
+    assert report, report.message

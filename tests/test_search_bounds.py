@@ -87,6 +87,19 @@ def test_bounds_are_below_what_kernels_cost(build: Callable[[], KernelGraph]) ->
     assert tighter > 5
 
 
+@pytest.mark.parametrize(("m", "k", "n"), [(8192, 4104, 64), (100, 4104, 64), (4096, 4104, 1024)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_gains_of_many_rows_are_not_bound_by_helpers(m: int, k: int, n: int, norm: bool) -> None:
+    """They multiply the columns, in registers."""
+    g = new_kernel_graph()
+    x, gain, w = (g.new_input(s, "bfloat16") for s in ((m, k), (k,), (k, n)))
+    g.mark_output(g.matmul(g.rms_norm(x, gain) if norm else x * gain, w))
+    flat = Flat(g.expanded())
+    region = flat.segment(flat.order).region
+    best = search_region(region, H200, SearchOptions(lowered=True)).ways[0].total
+    assert 0.3 * best < least_of_form_us(region, H200) <= best
+
+
 def test_what_no_skeleton_runs_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask outside of attention is named after 13 searches, of operators by themselves, though
     the graph has 145 regions."""

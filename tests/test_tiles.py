@@ -9,12 +9,13 @@ import pytest
 
 from cutesuper.errors import ScheduleError
 from cutesuper.ir.dims import Symbol
+from cutesuper.ir.graph import new_kernel_graph
 from cutesuper.report import plan_text
 from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import B200, H200
-from tests.plans import Linear, compiled, specs
+from tests.plans import Linear, compiled, specs, whole_mugraph
 
 LARGE = Linear(m=4096, k=4096, n=4096, tile_m=128, tile_n=256, tile_k=64)
 NK = replace(LARGE, transposed=True)
@@ -100,6 +101,36 @@ def test_a_gain_multiplies_columns_of_bfloat16() -> None:
         assert not other.plan().schedule.scales_columns
 
 
+@pytest.mark.parametrize(
+    ("factor", "scales"),
+    [
+        (lambda g, x, gain: x * (gain + 1.0), True),
+        # behind the last element, where the gain is 0 as well, they are infinite
+        (lambda g, x, gain: x * g.rsqrt(gain), False),
+        (lambda g, x, gain: x / gain, False),
+        # helpers read two tensors of rows, of which products take what the first one becomes
+        (lambda g, x, gain: (x + g.new_input((256, 1000), "bfloat16")) * gain, False),
+    ],
+)
+def test_factors_that_columns_are_multiplied_by(factor: Any, scales: bool) -> None:
+    g = new_kernel_graph()
+    x, gain, w = (g.new_input(s, "bfloat16") for s in ((256, 1000), (1000,), (1000, 512)))
+    g.mark_output(g.matmul(factor(g, x, gain), w))
+    mu = whole_mugraph(g, clusters=False)
+    plan = make_plan(mu.steps[0], mu.tensors, H200)
+    assert isinstance(plan, MatmulPlan) and plan.tile[2] * plan.iterations > 1000
+    assert plan.schedule.scales_columns == scales == (not plan.rewrites)
+
+
+@pytest.mark.parametrize("share", [4, 8])
+def test_clusters_that_do_not_all_run_at_once_do_not_meet(share: int) -> None:
+    """30 clusters of 4 blocks run on 132 multiprocessors, and 15 of 8."""
+    knobs = {"share_rows": share, "persistent": 132 // share * share, "stages": 3, "head": 3}
+    with pytest.raises(ScheduleError, match=f"blocks in clusters of {share} wait for the statis"):
+        with_knobs(LARGE, **knobs)
+    assert with_knobs(LARGE, **(knobs | {"persistent": 120})).schedule.reduces_once
+
+
 def test_tiles_that_helpers_read_are_walked_in_pairs() -> None:
     plan = OPEN.plan()
     s = plan.schedule
@@ -172,13 +203,14 @@ def test_pieces_take_shared_memory() -> None:
         (Linear(m=8, tile_m=8), {"share_rows": 2}, "at least 8 of the 8 rows"),
         (OPEN, {"persistent": 131}, "persistent=131 blocks are no whole clusters of 2"),
         (replace(OPEN, k=256), {"persistent": 132}, "more iterations than stages, not 4 and 4"),
-        (LARGE, {"persistent": 0}, "512 blocks wait for the statistics of each other's rows"),
+        (LARGE, {"persistent": 0}, "512 blocks in clusters of 1 wait for the statistics"),
         (OPEN, {"reduces_once": True}, "needs statistics of a known number of 16-bit rows"),
         (replace(LARGE, gain=True, tile_n=128), {"scales_columns": True}, "needs bfloat16 rows"),
         (LARGE, {"helpers": 3}, "3 helper warps; use 2 or 4"),
         (Linear(), {"bulk_store": True}, "32 rows in a tile at least"),
-        (LARGE, {"hand_out": True}, "h200 (sm_90a) does not hand out blocks"),
+        (OPEN, {"hand_out": True}, "h200 (sm_90a) does not hand out blocks"),
         (replace(OPEN, transposed=True), {"joint": True}, "no instruction of h200 (sm_90a) mul"),
+        (LARGE, {"hand_out": True}, "hand_out=True and reduces_once=True"),
         (LARGE, {"issuer": True}, "accumulators of h200 (sm_90a) are registers of the warpgroups"),
     ],
 )  # fmt: skip
@@ -275,7 +307,8 @@ CHOSEN = {
     "symbolic": replace(LARGE, m=Symbol("M", 4096)),
     "transposed": replace(LARGE, transposed=True, dtype="bfloat16"),
     "residual": replace(LARGE, bias=True, residual=True),
-    "pairs": replace(LARGE, m=1024),
+    "pairs": replace(OPEN, m=Symbol("M", 1024)),
+    "pairs that walk": replace(LARGE, tile_m=192, tile_n=128),
     "square tile": Linear(m=512, k=4096, n=4096, tile_m=128, tile_n=128, tile_k=128),
 }
 

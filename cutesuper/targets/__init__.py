@@ -22,9 +22,14 @@ TARGETS: dict[str, Target] = {t.name: t for t in (H200, H100, B200, B300)}
 
 
 def find_target(name: str) -> Target:
-    """The target called ``name``. Raises DeviceError."""
-    if isinstance(name, str) and name in TARGETS:
-        return TARGETS[name]
+    """The target called ``name``, ``h200``, or with so many multiprocessors, ``h200-78``.
+    Raises DeviceError."""
+    if isinstance(name, str):
+        base, _, sms = name.partition("-")
+        if base in TARGETS and sms.isdecimal() and int(sms) > 0:
+            return TARGETS[base].with_sms(int(sms))
+        if name in TARGETS:
+            return TARGETS[name]
     raise DeviceError(f"target {shown(name)}: unknown; use one of {', '.join(TARGETS)}")
 
 

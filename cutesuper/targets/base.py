@@ -262,11 +262,17 @@ class Target:
 
     def with_sms(self, sms: int) -> Target:
         """The same with this number of multiprocessors, which is a part of its name then.
-        Blocks that wait for each other must all run at once."""
+        Blocks that wait for each other must all run at once. Tensor cores and L2 are a share of
+        the whole, the memory is not: parts of a GPU have it together."""
         if sms == self.sms:
             return self
         clusters = {size: min(count, sms // size) for size, count in self.clusters.items()}
-        return replace(self, name=f"{self.name}-{sms}", sms=sms, clusters=clusters)
+        w, share = self.wide, sms / self.sms
+        wide = replace(w, tensor_flops=w.tensor_flops * share, l2_bandwidth=w.l2_bandwidth * share)
+        return replace(
+            self, name=f"{self.name}-{sms}", sms=sms, clusters=clusters, wide=wide,
+            tensor_flops=self.tensor_flops * share, l2_bandwidth=self.l2_bandwidth * share,
+        )  # fmt: skip
 
     def refuses_accumulators(self, held: int, blocks: int) -> tuple[str, str] | None:
         """A name and a reason if accumulators do not fit into their own memory; else None.

@@ -196,7 +196,8 @@ def _statistics_us(plan: MatmulPlan, target: Target, busy: float) -> float:
     dims, element = plan.program.dims, plan.element_bytes
     read = element * len(plan.rows) * extent(dims[plan.row]) * extent(dims[plan.contracted])
     needed = read / plan.launched / target.rates.helper_bytes_per_us + target.rows.finish_us
-    return max(0.0, needed - busy / ceil_div(plan.tiles, plan.launched))
+    rounds = ceil_div(sum(p.tiles for p in plan.sections), plan.launched)
+    return max(0.0, needed - busy / rounds)
 
 
 def _after_us(plan: MatmulPlan, target: Target) -> float:

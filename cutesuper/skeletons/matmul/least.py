@@ -129,7 +129,7 @@ def _stays(program: LabelledProgram, op: LabelledOp, form: MatmulForm, many: boo
     operands = [program.ops[j].labels for j in op.inputs]
     along = [form.row in x for x in operands if form.contracted in x]
     multiplies = op.facets.elementwise and op.facets.powers is not None and len(op.inputs) > 1
-    return multiplies and (len(along) > 1 or (along == [False] and not many))
+    return multiplies and (along.count(True) > 1 or (False in along and not many))
 
 
 @lru_cache(4096)

@@ -2,7 +2,8 @@
 
 A block owns ``tile[row] x tile[column]`` results and walks over the contracted label: a producer
 warp fills a ring of stages with tiles of both operands (TMA), consumer warpgroups multiply (WGMMA),
-helper warps reduce the row operand to its statistics and rewrite it if the program has a prologue.
+helper warps reduce the row operand to its statistics and rewrite it if the program has a prologue,
+or reduce rows once for the whole grid while consumers multiply the columns by what scales the rows.
 The operands are swapped: the column operand (the weight) is the 64-row side of the WGMMA
 instruction, so that a batch of 1 to 8 rows wastes only its padding to 8.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import gcd, prod
+from math import gcd, isfinite, prod
 from typing import Any, TypeVar
 
 from cutesuper.ir.block import AxisKind, BlockProgram
@@ -32,6 +33,7 @@ from cutesuper.skeletons.base import (
     same_places,
     view_of,
 )
+from cutesuper.skeletons.kernel.hostmath import HostMath
 from cutesuper.skeletons.matmul.copies import (
     HALF_BYTES,
     PIECE,
@@ -244,7 +246,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         prologue: the row operand of the products, None if it is the first row load.
         factor: the vector ``[contracted]``, over vector loads, if the prologue multiplies the only
             row load by it and does nothing else; else None.
-        statistics: row statistics, reduced in the same loop.
+        statistics: row statistics, reduced in the same loop, or once for the grid.
         row_values: expressions per row over statistics, by the operation they stand for.
         loads: loads of the epilogue, by operation.
         outputs: the stored tensors.
@@ -550,6 +552,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         words = COLUMN_BLOCK * self.chunk * self.blocks_n * len(self.products) * (1 + self.split)
         sums = self.accumulators - self.added + self.vector_accumulators
         # a word has two 16-bit columns; words of two chunks, or of one for more blocks of columns
+        # (`skeletons.matmul.kernel.scaled`)
         chunks = 2 if self.blocks_n * len(self.products) <= self.schedule.warpgroups else 1
         return sums + words * self.gathers + words // 2 * chunks * self.schedule.scales_columns
 
@@ -592,21 +595,28 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def can_scale_columns(self) -> bool:
         """True if consumers may multiply the columns by the factor of the rows.
         Columns that nothing but the products of many rows needs; of bfloat16, since weights times
-        a gain may be smaller than what float16 holds."""
+        a gain may be smaller than what float16 holds. Behind the last element factors and columns
+        are computed from zeros, and must be numbers."""
         more = self.tails or self.vector_rows or self.shift or self.turned or self.copied
-        more = more or self.open_depth
-        whole = self.factor is not None and self.dtype == "bfloat16" and self.many_rows
-        return whole and not more
+        if self.factor is None or self.dtype != "bfloat16" or not self.many_rows:
+            return False
+        return not (more or self.open_depth) and _is_finite_at_zero(self.factor)
 
     @property
     def can_reduce_once(self) -> bool:
         """True if one block may reduce a row's statistics for all.
         Of many rows, whose number is known, that lie one behind the other in memory."""
         more = self.rewrites or self.shift or self.turned or self.copied or self.batch
+        more = more or unaligned(self.vectors, PIECE)
         known = not isinstance(self.program.dims[self.row], Symbol) and not self.open_depth
         whole = known and extent(self.program.dims[self.contracted]) % PIECE == 0
         alone = self.stands_alone and self.element_bytes == 2 and self.many_rows
         return bool(self.statistics) and alone and whole and not more
+
+    def meet_at_once(self, target: Target) -> bool:
+        """True if all blocks, or clusters of them, run at the same time."""
+        size = self.cluster_size * self.schedule.share_rows
+        return self.launched <= size * target.clusters.get(size, 0)
 
     @property
     def meets(self) -> bool:
@@ -899,6 +909,14 @@ def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, in
 # ------------------------------------------------------------------------------------------ limits
 
 
+def _is_finite_at_zero(factor: ThreadExpression) -> bool:
+    """True if an expression has a value where all of its leaves are 0."""
+    try:
+        return isfinite(factor.evaluate([0.0] * len(factor.leaves), HostMath()))
+    except (ArithmeticError, ValueError):
+        return False
+
+
 def takes_rows(m: int) -> bool:
     """True if an instruction, or two of them, multiply tiles of ``m`` rows."""
     return m % ROW_UNIT == 0 and 0 < m <= MAX_ROWS
@@ -1034,11 +1052,12 @@ def _exceeded_sharing(plan: MatmulPlan, target: Target) -> Limit | None:
 def _exceeded_device(plan: MatmulPlan, target: Target) -> Limit | None:
     """The limit of multiprocessors, or of the shared memory of one, that a plan exceeds."""
     s = plan.schedule
-    if s.reduces_once and (blocks := plan.launched) > target.sms:
+    if s.reduces_once and not plan.meet_at_once(target):
         return Limit(
             "blocks that wait for each other exceed the multiprocessors",
-            f"{blocks} blocks wait for the statistics of each other's rows, and {target.sms} run "
-            "at once; use blocks that walk, or reduces_once=False",
+            f"{plan.launched} blocks in clusters of {plan.cluster_size * s.share_rows} wait for "
+            f"the statistics of each other's rows, and do not run at once on the {target.sms} "
+            f"multiprocessors of {target.name}; use blocks that walk, or reduces_once=False",
         )
     if s.scales_columns and target.accumulators is not None:
         return Limit(
@@ -1114,6 +1133,11 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
         yield (
             f"issuer={s.issuer} needs products of one block, of operands in shared memory, and "
             "none after the loop; use issuer=False"
+        )
+    if s.hand_out and s.reduces_once:
+        yield (
+            f"hand_out={s.hand_out} and reduces_once={s.reduces_once}: blocks whose tiles others "
+            "take do not start, and would be waited for; use hand_out=False"
         )
     if s.hand_out and not s.persistent:
         yield f"hand_out={s.hand_out} needs blocks that walk; use persistent={plan.tiles}"

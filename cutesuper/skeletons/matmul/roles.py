@@ -142,7 +142,7 @@ class Roles:
             columns={i: self._view(i) for i in columns},
             products=tuple((load, finals[i]) for load, i in columns.items()),
             prologue=None if plain else row_operand,
-            factor=None if plain else self._factor(),
+            factor=None if plain or len(matrices) > 1 else self._factor(),
             statistics=statistics,
             row_values=ends.row_values,
             loads=ends.loads,
@@ -264,8 +264,9 @@ class Roles:
         op = self.program.ops[self._multiplied()]
         if not op.facets.multiplies or op.facets.contracts:
             return None
-        loads = [i for i in op.inputs if self._is_load(i) and self.row in self.program.ops[i].dims]
-        others = [i for i in op.inputs if self.program.ops[i].dims == (self.contracted,)]
+        ops = self.program.ops
+        loads = [i for i in op.inputs if self._is_load(i) and self.row in ops[i].dims]
+        others = [i for i in op.inputs if ops[i].dims == (self.contracted,)]
         if len(loads) != 1 or len(others) != 1:
             return None
         return fuse(self.program, others[0], self._is_load, f"{self.where}, factor of the rows")

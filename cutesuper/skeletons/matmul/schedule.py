@@ -36,9 +36,9 @@ class MatmulSchedule(Schedule):
             evict-last: weights are read once and should not push activations out of L2 (0.3 us on
             16x4096x4096). Where several tiles of rows read them, neither has a hint.
         share_rows: neighbouring blocks along the columns that form a cluster and load the row
-            tile, which they all need, together: each a part, multicast to all. 209.0 us at
-            4096x4096x4096 in pairs of blocks that walk, 215.3 alone. Sharing column tiles along
-            the rows took 215.4, and leaves the statistics with every block.
+            tile, which they all need, together: each a part, multicast to all. With statistics of
+            the stages 209.0 us at 4096x4096x4096 in pairs of blocks that walk, 215.3 alone. Sharing
+            column tiles along the rows took 215.4, and leaves the statistics with every block.
         joint: two blocks that share rows keep a half of them each, and one instruction multiplies
             the columns of both by all rows: a block reads half of the row tile from its shared
             memory, and has room for more stages. Where the GPU does so (`Target.joint`); not
@@ -117,7 +117,7 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
         return _schedule(plan, target, dependent_launch)
     once = plan.scheduled(replace(way, reduces_once=True))
     schedule = _schedule(once, target, dependent_launch)
-    if once.scheduled(schedule).launched <= target.sms:
+    if once.scheduled(schedule).meet_at_once(target):
         return schedule
     return _schedule(plan, target, dependent_launch)
 

@@ -1,8 +1,8 @@
 """Products whose columns consumers multiply by a vector, in registers.
 
 ``(X * G) W`` is ``X (G W)``: the column operand is the first one of the instruction, which may come
-from registers. A stage, or half of it, is brought and multiplied by the vector while the tensor
-cores are at the one before.
+from registers. A chunk of 64 elements of the contracted label, or half of it, is brought and
+multiplied by the vector while the tensor cores are at the one before.
 
 Source of the method: operands that are converted on their way to the registers of WGMMA, as in
 products of mixed types (CUTLASS, example 55).
@@ -22,9 +22,9 @@ from cutesuper.device.memory import neighbours, rows_atom
 from cutesuper.skeletons.matmul.kernel.context import Here, Known
 from cutesuper.skeletons.matmul.kernel.mainloop import Mainloop, TileProducts
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
-from cutesuper.skeletons.matmul.plan import STEP
+from cutesuper.skeletons.matmul.plan import CHUNK, STEP
 
-#: blocks of columns whose words of a whole stage, and of the one before it, a thread can hold
+#: blocks of columns whose words of a chunk, and of the one before it, a thread can hold
 WHOLE = 1
 
 
@@ -36,10 +36,9 @@ class ScaledProducts:
         self.group = known.groups[0]
         #: of columns, of all products, that a thread multiplies
         self.blocks = len(known.plan.products) * mainloop.per_group
-        steps = known.k // STEP
-        #: steps of a group
-        self.together = steps if self.blocks <= WHOLE else steps // 2
-        self.groups = steps // self.together
+        #: steps of a group, and groups of a stage
+        self.together = CHUNK // STEP if self.blocks <= WHOLE else CHUNK // STEP // 2
+        self.groups = known.k // STEP // self.together
 
     def registers(self) -> list[list[list[cute.Tensor]]]:
         """Words of two groups, by step and block of columns."""
