@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import load_results
+from benchmarks.sweep_report import PRODUCTS
 from benchmarks.tables import LABELS
 
 Case = dict[str, Any]
@@ -21,7 +22,7 @@ Case = dict[str, Any]
 LOOKS = {
     "cutesuper": ("#0969da", "o"), "compile": ("#bc4c00", "s"), "fa4": ("#bc4c00", "s"),
     "quack": ("#6e7781", "^"), "sdpa-cudnn": ("#6e7781", "^"), "floor": ("#1f2328", ""),
-    "eager-graph": ("#6e7781", "^"),
+    "eager-graph": ("#6e7781", "^"), "matmul-alone": ("#bc4c00", "s"),
 }  # fmt: skip
 
 
@@ -63,11 +64,31 @@ def _decode(plot: Any, results: Case) -> None:
              ylim=(0, None))  # fmt: skip
 
 
+def _layers(plot: Any, results: Case) -> None:
+    """Teraflops of the products of a decoder layer over the rows, those of all four together."""
+    cases = [c for c in results["cases"] if c["model"].startswith("Llama-3-8B")]
+    batches = sorted({c["batch"] for c in cases})
+    for name in ("cutesuper", "matmul-alone"):
+        rates = [
+            sum(c["flops"] for c in cases if c["batch"] == b)
+            / sum(time_us(c, name) or 0.0 for c in cases if c["batch"] == b) / 1e6
+            for b in batches
+        ]  # fmt: skip
+        colour, marker = LOOKS[name]
+        plot.plot(batches, rates, color=colour, marker=marker, markersize=4,
+                  label=PRODUCTS[name].strip("*"))  # fmt: skip
+    plot.set(title="Layers of Llama-3-8B, norms and all", xlabel="rows", ylabel="TFLOP/s",
+             xscale="log", ylim=(0, None))  # fmt: skip
+    plot.set_xticks(batches, [f"{b:,}" for b in batches], rotation=45)
+    plot.minorticks_off()
+
+
 #: name of the plot -> file of results, what draws it
 PLOTS = {
     "memory": ("training", _memory),
     "prefill": ("prefill", _prefill),
     "decode": ("decode", _decode),
+    "layers": ("layers", _layers),
 }
 
 

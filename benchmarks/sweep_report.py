@@ -51,7 +51,8 @@ def layers_markdown(results: dict[str, Any]) -> str:
         rows = [_layer_row(case, names) for case in results["cases"] if case["model"] == model]
         parts.append(f"**{model}**\n\n{markdown_table(header, rows)}")
     tally, *failed = outcome(results)
-    said = [tally, *_beside_products(results), *failed]
+    whole = not {"eager", "compile", "compile-max"}.isdisjoint(names)
+    said = [*[tally] * whole, *_beside_products(results), *failed]
     return "\n\n".join([*said, *parts, f"{LAYERS_METHOD} {environments(results)}."])
 
 
