@@ -111,6 +111,9 @@ CASES: dict[str, tuple[Linear, dict[str, Any]]] = {
         Linear(320, 300, 384, 128, 128, 64, norm=False, residual=True, turned=True),
         {"share_rows": 2, "persistent": 4, "stages": 3, "head": 3},
     ),
+    "two blocks of columns where the tensor has one": (
+        Linear(240, 224, 64, 120, 128, 64, bias=True, residual=True, transposed=True), {}
+    ),
     "columns times a gain": (
         Linear(100, 192, 136, 56, tile_k=64, gain=True, bias=True, transposed=True,
                dtype="bfloat16"),

@@ -859,9 +859,14 @@ class MatmulPlan(Plan[MatmulSchedule]):
     @cached_property
     def can_bulk_store(self) -> bool:
         """True if all outputs can be written with bulk stores."""
-        # a static extent of 1 would vanish from the tensor map
-        rows = self.tile[0] >= STORE_ROWS and self.program.dims[self.row] != 1
-        return self.stands_alone and rows and all(p.stores_pieces for p in self.sections)
+        # a static extent of 1 would vanish from the tensor map, and so would the second of the
+        # pieces of columns if the tensor has one
+        dims = self.program.dims
+        rows = self.tile[0] >= STORE_ROWS and dims[self.row] != 1
+        one = any(extent(dims[p.column]) <= STORE_COLUMNS < self.tile[1] for p in self.sections)
+        return (
+            self.stands_alone and rows and not one and all(p.stores_pieces for p in self.sections)
+        )
 
     @structural
     def stores_pieces(self) -> bool:
