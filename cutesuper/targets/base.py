@@ -157,8 +157,8 @@ class WideRates:
         rows: from which on they hold.
         l2_bandwidth, tensor_flops: as of `Target`.
         sm_bytes_per_us, overlap, latency_us, reread, tensor_efficiency, half_area,
-            cluster_store_us, exchange_us_per_kb, store_us, shared_bytes_per_us: as of `Rates`; the
-            tensor cores overlap like all else.
+            cluster_store_us, exchange_us_per_kb, shared_bytes_per_us: as of `Rates`; the tensor
+            cores overlap like all else.
     """
 
     rows: int
@@ -172,7 +172,6 @@ class WideRates:
     half_area: float
     cluster_store_us: float
     exchange_us_per_kb: float
-    store_us: float
     shared_bytes_per_us: float
 
 
