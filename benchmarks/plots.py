@@ -14,7 +14,6 @@ from typing import Any
 
 from benchmarks.report import load_results
 from benchmarks.sweep_report import PRODUCTS
-from benchmarks.tables import LABELS
 
 Case = dict[str, Any]
 
@@ -69,14 +68,13 @@ def _layers(plot: Any, results: Case) -> None:
     cases = [c for c in results["cases"] if c["model"].startswith("Llama-3-8B")]
     batches = sorted({c["batch"] for c in cases})
     for name in ("cutesuper", "matmul-alone"):
-        rates = [
-            sum(c["flops"] for c in cases if c["batch"] == b)
-            / sum(time_us(c, name) or 0.0 for c in cases if c["batch"] == b) / 1e6
-            for b in batches
-        ]  # fmt: skip
-        colour, marker = LOOKS[name]
-        plot.plot(batches, rates, color=colour, marker=marker, markersize=4,
-                  label=PRODUCTS[name].strip("*"))  # fmt: skip
+        points = []
+        for batch in batches:
+            own = [c for c in cases if c["batch"] == batch]
+            times = [us for c in own if (us := time_us(c, name)) is not None]
+            if len(times) == len(own):  # else the layer was not timed as a whole
+                points.append((batch, sum(c["flops"] for c in own) / sum(times) / 1e6))
+        _line(plot, name, points)
     plot.set(title="Layers of Llama-3-8B, norms and all", xlabel="rows", ylabel="TFLOP/s",
              xscale="log", ylim=(0, None))  # fmt: skip
     plot.set_xticks(batches, [f"{b:,}" for b in batches], rotation=45)
@@ -98,10 +96,15 @@ def _lines(
 ) -> None:  # fmt: skip
     for name in names:
         points = [(x(c), y(c, us)) for c in cases if (us := time_us(c, name)) is not None]
-        colour, marker = LOOKS[name]
-        dashes = "--" if name == "floor" else "-"
-        plot.plot(*zip(*points, strict=True), dashes, color=colour, marker=marker, markersize=4,
-                  label=LABELS.get(name, name).strip("*"))  # fmt: skip
+        _line(plot, name, points)
+
+
+def _line(plot: Any, name: str, points: Sequence[tuple[float, float]]) -> None:
+    """The line of an implementation."""
+    colour, marker = LOOKS[name]
+    dashes = "--" if name == "floor" else "-"
+    plot.plot(*zip(*points, strict=True), dashes, color=colour, marker=marker, markersize=4,
+              label=PRODUCTS.get(name, name).strip("*"))  # fmt: skip
 
 
 def write_plots(results: Path, folder: Path) -> list[Path]:

@@ -230,10 +230,8 @@ def _reduction_lines(plan: MatmulPlan) -> list[str]:
 def _barriers(plan: MatmulPlan) -> str:
     names = ["full", "empty"] + ["ready"] * plan.rewrites
     names += ["received"] * (plan.cluster > 1)
-    s = plan.schedule
-    apart = plan.rewrites_rows or s.reduces_once
-    shared = s.share_rows > 1 and (s.joint or not apart)
-    names += ["reduced"] * (bool(plan.statistics) and (plan.cluster > 1 or shared))
+    shared = plan.cluster > 1 or plan.splits_statistics
+    names += ["reduced"] * (bool(plan.statistics) and shared)
     names += ["after_full"] * bool(plan.tails)
     exchanged = bool(plan.reductions) and plan.column_cluster > 1
     return ", ".join(names + ["columns_reduced"] * exchanged)

@@ -551,10 +551,9 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """32-bit numbers of a block that products read and write, or threads gather of a chunk."""
         words = COLUMN_BLOCK * self.chunk * self.blocks_n * len(self.products) * (1 + self.split)
         sums = self.accumulators - self.added + self.vector_accumulators
-        # a word has two 16-bit columns; words of two chunks, or of one for more blocks of columns
-        # (`skeletons.matmul.kernel.scaled`)
-        chunks = 2 if self.blocks_n * len(self.products) <= self.schedule.warpgroups else 1
-        return sums + words * self.gathers + words // 2 * chunks * self.schedule.scales_columns
+        # columns of two groups of steps, two of them in a word
+        scaled = COLUMN_BLOCK * STEP * self.scaled_steps * self.blocks_n * len(self.products)
+        return sums + words * self.gathers + scaled * self.schedule.scales_columns
 
     @property
     def thread_accumulators(self) -> int:
@@ -580,6 +579,26 @@ class MatmulPlan(Plan[MatmulSchedule]):
     def has_helpers(self) -> bool:
         """True if helper warps read the row operand."""
         return bool(self.statistics) or self.rewrites
+
+    @property
+    def reads_stages(self) -> bool:
+        """True if they read it from the ring."""
+        return self.has_helpers and not self.schedule.reduces_once
+
+    @property
+    def splits_statistics(self) -> bool:
+        """True if blocks that share a row tile each read a part of its rows, for all of them.
+        Not if each has to write the whole operand to its own shared memory anyway."""
+        s = self.schedule
+        whole = self.rewrites_rows or s.reduces_once
+        return s.share_rows > 1 and (s.joint or not whole)
+
+    @property
+    def scaled_steps(self) -> int:
+        """Steps along the contracted label whose columns a thread brings together, and scales.
+        Those of a chunk, or of half of it if it has more than one block of columns."""
+        one = self.blocks_n * len(self.products) <= self.schedule.warpgroups
+        return CHUNK // STEP // (1 if one else 2)
 
     @property
     def rewrites(self) -> bool:
@@ -1128,7 +1147,7 @@ def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
             f"more than {FEW_ROWS}, without batches, clusters and what rewrites the rows; use "
             "reduces_once=False"
         )
-    if s.persistent and not s.reduces_once and plan.has_helpers and plan.iterations <= s.stages:
+    if s.persistent and plan.reads_stages and plan.iterations <= s.stages:
         # only the ring keeps helpers and consumers one tile apart
         yield (
             f"persistent={s.persistent}: blocks with helper warps that walk need more iterations "

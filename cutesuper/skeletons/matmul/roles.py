@@ -112,7 +112,8 @@ class Roles:
         return plan
 
     def _plan(self, schedule: MatmulSchedule) -> MatmulPlan:
-        row_operand = self._row_operand()
+        multiplied = self._multiplied()
+        row_operand = self._row_operand(multiplied)
         finals = {i: self._complete(i) for i in self.products}
         columns = {self._column_operand(i): i for i in self.products}
         if len(columns) < len(self.products):
@@ -142,7 +143,7 @@ class Roles:
             columns={i: self._view(i) for i in columns},
             products=tuple((load, finals[i]) for load, i in columns.items()),
             prologue=None if plain else row_operand,
-            factor=None if plain or len(matrices) > 1 else self._factor(),
+            factor=None if plain or len(matrices) > 1 else self._factor(multiplied),
             statistics=statistics,
             row_values=ends.row_values,
             loads=ends.loads,
@@ -255,13 +256,13 @@ class Roles:
             raise LoweringError(f"{self.where}: products take different row operands")
         return operands.pop()
 
-    def _row_operand(self) -> ThreadExpression:
+    def _row_operand(self, i: int) -> ThreadExpression:
         shifted = self.shifted is not None and self.shifted.products
-        return self._row_side(self._multiplied(), "row operand", shifted)
+        return self._row_side(i, "row operand", shifted)
 
-    def _factor(self) -> ThreadExpression | None:
+    def _factor(self, i: int) -> ThreadExpression | None:
         """The vector by which the row operand multiplies a load; None if it does anything else."""
-        op = self.program.ops[self._multiplied()]
+        op = self.program.ops[i]
         if not op.facets.multiplies or op.facets.contracts:
             return None
         ops = self.program.ops

@@ -141,7 +141,7 @@ def _schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -> Matmu
     tiled = _with_tiles(plan, schedule, target)
     most = (target.shared_bytes - plan.fixed_bytes(schedule)) // plan.slot_bytes
     # unless helper warps read it, the ring of blocks that walk may hold more than a tile
-    free = tiled.persistent > 0 and (plan.schedule.reduces_once or not plan.has_helpers)
+    free = tiled.persistent > 0 and not plan.reads_stages
     stages = min(most, max(2, plan.iterations * (1 + free)))
     ring = SETTINGS.choose(target, "ring", dependent_launch=dependent_launch, rows=rows)
     if ring["bytes"] and stages < plan.iterations:
@@ -172,7 +172,7 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
         return schedule
     rest = ceil_div(extent(dims[plan.row]), m) * prod(extent(dims[d]) for d in plan.batch)
     alone = sum(p.column_tiles for p in plan.sections) * rest
-    share = min(_shared(p, schedule, alone > target.sms, target) for p in plan.sections)
+    share = min(_shared(p, alone > target.sms, target) for p in plan.sections)
     slots = share * target.clusters[share]
     tiles = sum(share * ceil_div(p.column_tiles, share) for p in plan.sections) * rest
     walks = tiles > slots
@@ -198,10 +198,10 @@ def _helpers(plan: MatmulPlan, warps: int) -> int:
     return warps if whole else 2
 
 
-def _shared(plan: MatmulPlan, schedule: MatmulSchedule, walks: bool, target: Target) -> int:
+def _shared(plan: MatmulPlan, walks: bool, target: Target) -> int:
     """Number of neighbouring blocks that load a row tile together."""
     m, columns = plan.tile[0], plan.column_tiles
-    reads = plan.element_bytes == 4 or (plan.has_helpers and not schedule.reduces_once)
+    reads = plan.element_bytes == 4 or plan.reads_stages
     found = SETTINGS.choose(
         target, "share", rows=m, reads=reads, walks=walks, accumulators=plan.accumulators
     )

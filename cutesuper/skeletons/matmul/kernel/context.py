@@ -113,7 +113,7 @@ class Known:
     @property
     def readers(self) -> int:
         """Arrivals that give back a stage: of those that multiply it, and helpers that read it."""
-        reading = 0 if self.plan.schedule.reduces_once else self.helpers
+        reading = self.helpers if self.plan.reads_stages else 0
         return reading + (1 if self.plan.schedule.issuer else self.consumers)
 
     def block(self, i: int, warp: Any) -> Any:

@@ -32,10 +32,7 @@ class RowTile:
         self.width = plan.chunk // LANES
         #: rows in one pass of the helper warps
         self.height = max(1, plan.helpers * 32 // LANES)
-        # blocks that share a row tile each reduce a part of its rows, unless each has to compute
-        # the whole operand in its own shared memory anyway, or rows are reduced once
-        apart = plan.rewrites_rows or plan.schedule.reduces_once
-        self.split = sharing.active and (sharing.joint or not apart)
+        self.split = plan.splits_statistics
         self.rows = sharing.rows if self.split else known.m
         self.passes = -(-self.rows // self.height)
         #: number of blocks that receive one row's statistics, and of parts that a block receives

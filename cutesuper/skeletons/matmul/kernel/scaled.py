@@ -22,10 +22,7 @@ from cutesuper.device.memory import neighbours, rows_atom
 from cutesuper.skeletons.matmul.kernel.context import Here, Known
 from cutesuper.skeletons.matmul.kernel.mainloop import Mainloop, TileProducts
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
-from cutesuper.skeletons.matmul.plan import CHUNK, STEP
-
-#: blocks of columns whose words of a chunk, and of the one before it, a thread can hold
-WHOLE = 1
+from cutesuper.skeletons.matmul.plan import STEP
 
 
 class ScaledProducts:
@@ -37,7 +34,7 @@ class ScaledProducts:
         #: of columns, of all products, that a thread multiplies
         self.blocks = len(known.plan.products) * mainloop.per_group
         #: steps of a group, and groups of a stage
-        self.together = CHUNK // STEP if self.blocks <= WHOLE else CHUNK // STEP // 2
+        self.together = known.plan.scaled_steps
         self.groups = known.k // STEP // self.together
 
     def registers(self) -> list[list[list[cute.Tensor]]]:
